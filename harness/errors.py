@@ -1,0 +1,20 @@
+"""What goes wrong because of what a user gave us, and the exit codes that every command shares."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    DONE = 0
+    FOUND = 1  # a check found something: a regression, a surviving mutant, a difference
+    BAD_INPUT = 2
+    OUT_OF_BUDGET = 3  # a budget stopped the run before anything was judged
+    SELF_TEST = 4  # the reference itself fails its self-test
+    INTERRUPTED = 130
+
+
+class UserError(Exception):
+    """Bad usage or input: one line that names the thing, what is allowed, and what to do next."""
+
+
+class SelfTestError(Exception):
+    """The judge's replay does not reproduce the reference, so no verdict can be trusted."""

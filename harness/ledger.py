@@ -1,0 +1,119 @@
+"""The ledger: append-only JSONL, one fsynced line per event, so that killing a run loses nothing."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness.errors import UserError
+from harness.records import SCHEMA, Record
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One line: what happened (`kind`), when (Unix seconds), and its data."""
+
+    kind: str
+    time_s: float
+    data: dict[str, Any]
+
+
+class Ledger:
+    """The ledger in `directory`; `Ledger.create` starts one, `Ledger.open` continues or reads one."""
+
+    NAME = "ledger.jsonl"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.path = directory / self.NAME
+
+    @classmethod
+    def create(cls, directory: Path) -> "Ledger":
+        ledger = cls(directory)
+        if ledger.path.exists():
+            raise UserError(
+                f"{directory} already holds a run; continue it with --resume {directory}, "
+                "or name another --run-dir"
+            )
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot make the run directory {directory}: {error.strerror}; name another --run-dir"
+            ) from error
+        return ledger
+
+    @classmethod
+    def open(cls, directory: Path) -> "Ledger":
+        ledger = cls(directory)
+        if not ledger.path.is_file():
+            raise UserError(
+                f"{directory} is not a run: it has no {cls.NAME}; "
+                "a run directory is what agents.run printed as 'run directory'"
+            )
+        for event in ledger.events():
+            schema = event.data.get("schema") if event.kind == "run" else None
+            if schema != SCHEMA:
+                raise UserError(
+                    f"{ledger.path} has schema {schema}, this version reads schema {SCHEMA}; "
+                    "read it with the version that wrote it, or start a new run"
+                )
+            break
+        else:
+            raise UserError(f"{ledger.path} is empty; start a new run")
+        return ledger
+
+    def append(self, kind: str, record: Record | dict[str, Any]) -> None:
+        """Write one event and wait until it is on the disk."""
+        data = record.to_json() if isinstance(record, Record) else record
+        line = json.dumps({"kind": kind, "time_s": round(time.time(), 3), "data": data})
+        try:
+            self._mend()
+            with self.path.open("a") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path}: {error.strerror}; "
+                f"free space, then continue with --resume {self.directory}"
+            ) from error
+
+    def _mend(self) -> None:
+        """Cut off a last line that a kill or a full disk left unfinished."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            content = file.read()
+            if content and not content.endswith(b"\n"):
+                file.truncate(content.rfind(b"\n") + 1)
+
+    def events(self) -> Iterator[Event]:
+        """All whole lines in order; a last line without its end is not an event."""
+        with self.path.open() as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith("\n"):
+                    return
+                try:
+                    yield Event(**json.loads(line))
+                except (json.JSONDecodeError, TypeError) as error:
+                    raise UserError(
+                        f"{self.path}:{number} is not a ledger line ({error}); "
+                        "restore the file, or start a new run"
+                    ) from error
+
+    def all(self, kind: str, record: type[R]) -> list[R]:
+        """Every event of this kind as a record, in order."""
+        return [record.from_json(e.data) for e in self.events() if e.kind == kind]
+
+    def last(self, kind: str) -> dict[str, Any] | None:
+        found = None
+        for event in self.events():
+            if event.kind == kind:
+                found = event.data
+        return found

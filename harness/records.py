@@ -1,0 +1,273 @@
+"""The records of a run, torch-free: what the ledger holds and what the reports read.
+
+Records are frozen and keyword-only. A field exists only where it means something: what was not
+measured is None, never a made-up number. Times are microseconds and say so in their names.
+"""
+
+import hashlib
+import json
+import types
+import typing
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+SCHEMA = 1
+
+
+class Status(StrEnum):
+    KEPT = "kept"  # judged, measured, faster
+    REJECTED = "rejected"  # judged or measured, and refused
+    FAILED = "failed"  # broke before a verdict
+
+
+class Record:
+    """Base of all records: to and from JSON, and a content hash."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Rebuild the record; unknown or missing keys raise ValueError that names them."""
+        hints = typing.get_type_hints(cls)
+        names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        if unknown := set(data) - names:
+            raise ValueError(f"{cls.__name__} has no field {sorted(unknown)}; known: {sorted(names)}")
+        try:
+            return cls(**{name: _decode(hints[name], value) for name, value in data.items()})
+        except TypeError as error:
+            raise ValueError(f"{cls.__name__}: {error}") from error
+
+    @property
+    def id(self) -> str:
+        """The first 12 hex digits of the SHA-256 of the record's content."""
+        return content_hash(self.to_json())
+
+
+def content_hash(data: Any) -> str:
+    text = json.dumps(data, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _decode(hint: Any, value: Any) -> Any:
+    """Turn JSON `value` into what the annotation `hint` says."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _decode(next(a for a in args if a is not type(None)), value)
+    if origin is tuple:
+        if len(args) == 2 and args[1] is ...:
+            return tuple(_decode(args[0], v) for v in value)
+        return tuple(_decode(a, v) for a, v in zip(args, value, strict=True))
+    if origin is dict:
+        return {k: _decode(args[1], v) for k, v in value.items()}
+    if isinstance(hint, type):
+        if issubclass(hint, Record) and is_dataclass(hint):
+            return hint.from_json(value)
+        if issubclass(hint, StrEnum):
+            return hint(value)
+        if hint is float and isinstance(value, int):
+            return float(value)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment(Record):
+    """What the figures were measured on."""
+
+    device: str  # "cpu" or "cuda"
+    device_name: str
+    gpu_uuid: str | None
+    driver: str | None
+    sm_clock_mhz: int | None
+    memory_clock_mhz: int | None
+    power_w: float | None
+    temperature_c: int | None
+    cpu_threads: int
+    python: str
+    torch: str
+    triton: str | None
+    cuda: str | None
+    git_commit: str | None  # with "+dirty" where the tree had changes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing(Record):
+    """One thing timed on its own."""
+
+    median_us: float
+    interval_us: tuple[float, float]  # 95% bootstrap interval of the median
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paired(Record):
+    """A candidate timed against its base, in interleaved pairs."""
+
+    base_us: float  # median of the base in these pairs
+    candidate_us: float
+    candidate_interval_us: tuple[float, float]
+    gain_us: float  # median of base - candidate over the pairs
+    gain_interval_us: tuple[float, float]  # 95% bootstrap interval
+    mde_us: float  # smallest effect that A/A pairs of the same step can tell from none
+    pairs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency(Record):
+    """What a change does to the model; targets by name, "decode" and "prefill" always among them."""
+
+    decode: Paired
+    prefill: Paired
+
+
+@dataclass(frozen=True, kw_only=True)
+class UlpReport(Record):
+    """Candidate against the contract's replay for one output tensor, pooled over its cases."""
+
+    output: str
+    numerics: str  # "exact", "transcendental" or "reduction"
+    elements: int
+    bit_equal_share: float
+    one_ulp_share: float
+    worst_scaled: float  # largest |candidate - replay| over the row's largest |replay|, in BF16 ULPs
+    histogram: dict[str, int]  # "0", "1", "2", "3-4", "5-8", ">8": elements at that ULP distance
+    worst_index: tuple[int, ...] | None
+    worst_values: tuple[float, float] | None  # candidate, replay
+    noise_share: float  # share of elements that the reference's own self-noise changes
+    allowed_share: float  # derived from noise_share; more differing elements fail
+    golden_error: float  # ||c - g|| / ||g|| of the candidate
+    reference_golden_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointReport(Record):
+    """One interior rounding point: what the contract says and what the candidate does."""
+
+    point: str
+    operator: str
+    source: str  # file:line
+    declared: str  # "kept", "elided" or "added"
+    observed: str  # the same words, or "not visible" where both replays agree on all cases
+    visible_share: float  # share of output elements that this rounding changes
+    log_likelihood_ratio: float  # above 0: closer to the declared replay
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict(Record):
+    """The numerical verdict on one change; `passed` is False with the `reason`, or True with None."""
+
+    scope: str  # "region" or "model"
+    passed: bool
+    reason: str | None
+    cases: int
+    seed: int
+    outputs: tuple[UlpReport, ...]
+    points: tuple[PointReport, ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.passed != (self.reason is None):
+            raise ValueError("a verdict has a reason exactly when it did not pass")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal(Record):
+    """A change somebody thinks is worth trying, with what it should bring."""
+
+    change: str  # name of a change in optimized/, or "inductor:<region>"
+    region: str
+    backend: str
+    hypothesis: str
+    launches_saved: int  # per decode step
+    bytes_saved: int  # per decode step
+    predicted_us: float  # gain per decode step
+    bound_us: float  # the gain if the region took only its floor
+    node_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt(Record):
+    """A change that was tried, and what came of it."""
+
+    index: int
+    name: str
+    region: str
+    backend: str
+    status: Status
+    reason: str
+    predicted_us: float | None
+    bound_us: float | None
+    knobs: dict[str, int | str | bool | float]
+    region_verdict: Verdict | None
+    model_verdict: Verdict | None
+    latency: Latency | None
+    control: str | None  # "identity" or "slowed" for the loop's own controls, else None
+    parent: str | None  # id of the last kept attempt
+    seconds: float
+
+    def __post_init__(self) -> None:
+        passed = self.region_verdict is not None and self.region_verdict.passed
+        if self.latency is not None and not passed:
+            raise ValueError(f"{self.name}: a latency without a passed verdict")
+        if self.status is Status.KEPT and self.latency is None:
+            raise ValueError(f"{self.name}: kept without a latency")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline(Record):
+    """One way to run the unchanged reference; `absent` says why it has no figures."""
+
+    name: str  # "eager", "graph" or "compile"
+    decode: Timing | None
+    prefill: Timing | None
+    absent: str | None
+    note: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.decode is None) != (self.absent is not None):
+            raise ValueError(f"baseline {self.name}: either times or a reason for their absence")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRow(Record):
+    """One kernel of a step in launch order, or all its calls where `calls` > 1.
+
+    On a CPU a kernel is one operator call and its time is that operator's self time.
+    """
+
+    name: str
+    module: str  # qualified name in the model, "" for the model's own forward
+    region: str | None
+    source: str | None  # file:line of the Python line that launched it
+    calls: int
+    time_us: float  # sum over the calls
+    bytes: int | None
+    flops: int | None
+    floor_us: float | None
+    gap_us: float | None  # idle time before it, summed
+    ambiguous: bool = False
+    written: bool = False  # a kernel from optimized/, not a library's or the compiler's
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMap(Record):
+    """The kernels of one layer of each kind, in launch order."""
+
+    kind: str  # "moe_sliding", ...: what tells this layer from others
+    module: str
+    kernels: tuple[KernelRow, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings(Record):
+    """What this machine can do at most, measured."""
+
+    device_name: str
+    read_gb_per_s: float
+    copy_gb_per_s: float
+    bf16_tflop_per_s: float
+    fp32_tflop_per_s: float
+    launch_us: float  # one smallest kernel in a CUDA graph, or one operator call on a CPU

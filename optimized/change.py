@@ -1,0 +1,164 @@
+"""What a change is: a region, a numerical contract, and one or more implementations.
+
+A change file in this folder defines one `CHANGE`. Nothing is registered by hand:
+`optimized.catalog` finds it by that name.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+KnobValue = int | str | bool | float
+Numerics = Literal["exact", "transcendental", "reduction"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """What a change promises about rounding.
+
+    `numerics` is the class of its outputs (one word for all, or one per output name). Interior
+    rounding points are kept unless `elides` names them; `adds` names roundings that the reference
+    lacks. Both map the point's name to the reason. `mutates` lists the positional arguments that
+    the region writes in place.
+    """
+
+    numerics: Numerics | Mapping[str, Numerics]
+    elides: Mapping[str, str] = field(default_factory=dict)
+    adds: Mapping[str, str] = field(default_factory=dict)
+    batch_invariant: bool = False
+
+
+class Knobs(Protocol):
+    """Launch knobs of one implementation: a frozen dataclass with these three."""
+
+    @classmethod
+    def heuristic(cls, shape: Mapping[str, int]) -> "Knobs": ...
+    @classmethod
+    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]: ...
+    def is_valid(self, shape: Mapping[str, int]) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """One way to compute the region.
+
+    `build(node, knobs)` returns the function that replaces `node.forward`, with its signature.
+    `guard(node, *args)` says why a call is outside the tested domain, or None where it is inside.
+    `prepare(parent, node)` runs once when the change is applied (weight packing); it may move
+    parameters to other storage, never change their values or names.
+    `unsupported(node, device_type)` says why it cannot serve this node at all, or None.
+    """
+
+    backend: str  # "triton", "inductor", "torch", "cutedsl", "flashinfer"
+    devices: tuple[str, ...]  # device types: "cpu", "cuda"
+    build: Callable[[nn.Module, Any], Callable[..., Any]]
+    guard: Callable[..., str | None] | None = None
+    prepare: Callable[[nn.Module, nn.Module], None] | None = None
+    knobs: type[Any] | None = None
+    shape: Callable[..., dict[str, int]] | None = None  # (node, *args) -> sizes that knobs depend on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A fused replacement for every node of `region`."""
+
+    name: str
+    region: str
+    summary: str
+    contract: Contract
+    implementations: tuple[Implementation, ...]
+
+    def implementation(self, backend: str) -> Implementation:
+        for implementation in self.implementations:
+            if implementation.backend == backend:
+                return implementation
+        have = ", ".join(i.backend for i in self.implementations)
+        raise ValueError(f"change {self.name} has no backend {backend!r}; it has: {have}")
+
+
+def region_of(module: nn.Module) -> str:
+    """The region a module belongs to: its class's `region`, else the class's name in snake case."""
+    name = getattr(type(module), "region", None)
+    if name is not None:
+        return name
+    letters = type(module).__name__
+    return "".join(
+        "_" + c.lower() if c.isupper() and i and not letters[i - 1].isupper() else c.lower()
+        for i, c in enumerate(letters)
+    )
+
+
+def nodes(model: nn.Module, region: str) -> list[str]:
+    """Qualified names of the model's modules that belong to `region`, in order."""
+    return [name for name, module in model.named_modules() if name and region_of(module) == region]
+
+
+def share(model: nn.Module) -> nn.Module:
+    """A second module tree over the same parameters and buffers."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo[id(tensor)] = tensor
+    return copy.deepcopy(model, memo)
+
+
+def apply_change(
+    model: nn.Module, change: Change, backend: str, knobs: Any = None
+) -> list[str]:
+    """Replace every node of the change's region in `model`, in place; returns the nodes' names.
+
+    A node that another change already replaced is a conflict and raises ValueError, as does a
+    region without nodes. The state dict keeps its names and shapes.
+    """
+    implementation = change.implementation(backend)
+    names = nodes(model, change.region)
+    if not names:
+        raise ValueError(f"change {change.name}: the model has no region {change.region!r}")
+    before = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name in names:
+        node = model.get_submodule(name)
+        if (other := getattr(node, "applied", None)) is not None:
+            raise ValueError(f"change {change.name}: {name} was already replaced by {other}")
+        parent_name, _, attribute = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        if implementation.prepare is not None:
+            implementation.prepare(parent, node)
+        setattr(parent, attribute, replace_forward(node, change, implementation, knobs))
+        log.info("%s (%s) replaces %s", change.name, backend, name)
+    after = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if before != after:
+        raise ValueError(f"change {change.name} altered the state dict's layout")
+    return names
+
+
+def replace_forward(
+    node: nn.Module, change: Change, implementation: Implementation, knobs: Any
+) -> nn.Module:
+    """A module with `node`'s parameters and children whose forward is the implementation's."""
+    replaced = copy.copy(node)
+    for part in ("_parameters", "_buffers", "_modules"):
+        setattr(replaced, part, dict(getattr(node, part)))
+    fast = implementation.build(node, knobs)
+    guard = implementation.guard
+    if guard is None:
+        forward = fast
+    else:
+        warned: set[str] = set()
+
+        def forward(*args: Any) -> Any:
+            outside = guard(node, *args)
+            if outside is None:
+                return fast(*args)
+            if outside not in warned:
+                warned.add(outside)
+                log.warning("%s: the reference runs instead: %s", change.name, outside)
+            return node(*args)
+
+    replaced.forward = forward
+    replaced.applied = change.name  # type: ignore[assignment]
+    return replaced
