@@ -104,8 +104,9 @@ class Step(NamedTuple):
     q_scale: Tensor  # [B, T] fp32, SSMax's factor
     full_slots: Tensor  # [B, T] int64
     ring_slots: Tensor  # [B, T] int64
-    extent: int
-    ends_aligned: bool
+    full_mask: Tensor | None  # [B, T, extent] bool, None where causal says it all
+    ring_mask: Tensor  # [B, T, W] bool for a decode, [B, T, W + T] for a prefill
+    extent: int  # keys that full layers read
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -224,7 +225,8 @@ class Attend(nn.Module):
     """Grouped-query attention over the keys that `mask` allows.
 
     (q [B, T, H, d], k, v [B, S, Hkv, d], mask [B, T, S] bool) -> [B, T, H, d]; scores and
-    probabilities stay FP32, one rounding at the end.
+    probabilities stay FP32, one rounding at the end. Without a mask, the queries are the last T of
+    S positions and see what is not after them.
     """
 
     region = "attention"
@@ -233,9 +235,12 @@ class Attend(nn.Module):
         super().__init__()
         self.scale = scale
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         batch, steps, heads, dim = q.shape
         kv_heads = k.shape[2]
+        if mask is None:
+            every = torch.arange(k.shape[1], device=k.device)
+            mask = (every <= every[-steps:, None])[None]
         keys = k.float().permute(0, 2, 3, 1)  # [B, Hkv, d, S]
         values = v.float().transpose(1, 2)  # [B, Hkv, S, d]
         block = max(1, SCORES_PER_BLOCK // (batch * heads * k.shape[1]))
@@ -271,7 +276,7 @@ class Attention(nn.Module):
         super().__init__()
         c, width = config, config.query_heads * config.head_dim
         self.heads, self.kv_heads, self.head_dim = c.query_heads, c.kv_heads, c.head_dim
-        self.is_full, self.window = c.is_full(layer), c.window
+        self.is_full = c.is_full(layer)
         self.prefill_attention = c.prefill_attention
         self.q_proj = Linear(c.hidden, width, c.dtype)
         self.k_proj = Linear(c.hidden, c.kv_heads * c.head_dim, c.dtype)
@@ -295,53 +300,37 @@ class Attention(nn.Module):
             y.unflatten(-1, (-1, self.head_dim))
             for y in self.project(x, *(p.weight for p in projections))
         )
-        weights = self.q_norm.weight, self.k_norm.weight
+        norms = self.q_norm.weight, self.k_norm.weight
         if self.is_full:
-            q, k = self.prepare(
-                q, k, v, *weights, step.q_scale, cache.k, cache.v, step.full_slots
-            )
-            a = self.attend_full(q, step, cache)
+            slots = cache.k, cache.v, step.full_slots
+            q, _ = self.prepare(q, k, v, *norms, step.q_scale, *slots)
+            k, v = cache.k[:, : step.extent], cache.v[:, : step.extent]
+            a = self.mix(q, k, v, step.full_mask)
         else:
-            past = None if steps == 1 else (cache.k[:, :-1].clone(), cache.v[:, :-1].clone())
-            q, k = self.prepare(
-                q, k, v, *weights, step.cos, step.sin, cache.k, cache.v, step.ring_slots
-            )
-            a = self.attend_window(q, k, v, step, cache, past)
+            slots = cache.k, cache.v, step.ring_slots
+            past_k, past_v = cache.k[:, :-1], cache.v[:, :-1]
+            if steps == 1:
+                q, _ = self.prepare(q, k, v, *norms, step.cos, step.sin, *slots)
+                k, v = past_k, past_v
+            else:  # the step overwrites keys that its own first queries still see
+                past_k, past_v = past_k.clone(), past_v.clone()
+                q, k = self.prepare(q, k, v, *norms, step.cos, step.sin, *slots)
+                k, v = torch.cat((past_k, k), dim=1), torch.cat((past_v, v), dim=1)
+            a = self.mix(q, k, v, step.ring_mask)
         a = self.gate(a, gate, self.gate_bias)
         return self.rank_sum(self.o_proj(a.reshape(batch, steps, -1)))
 
-    def attend_full(self, q: Tensor, step: Step, cache: LayerCache) -> Tensor:
-        k, v = cache.k[:, : step.extent], cache.v[:, : step.extent]
-        if q.shape[1] > 1 and self.prefill_attention == "sdpa" and step.ends_aligned:
-            return self.library_attention(q, k, v, causal_lower_right(q.shape[1], step.extent))
-        held = torch.arange(step.extent, device=q.device)
-        return self.masked_attention(q, k, v, held <= step.positions[..., None])
-
-    def attend_window(self, q, k, v, step: Step, cache: LayerCache, past) -> Tensor:
-        positions = step.positions[..., None]  # [B, T, 1]
-        if past is None:
-            held = ring_positions(step.positions[:, 0] + 1, self.window)
-            k, v = cache.k[:, :-1], cache.v[:, :-1]
-        else:
-            held = ring_positions(step.positions[:, 0], self.window)
-            held = torch.cat((held, step.positions), dim=1)
-            k, v = torch.cat((past[0], k), dim=1), torch.cat((past[1], v), dim=1)
-        held = held[:, None]  # [B, 1, S]
-        mask = (held >= 0) & (held <= positions) & (held > positions - self.window)
-        return self.masked_attention(q, k, v, mask)
-
-    def masked_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        if q.shape[1] > 1 and self.prefill_attention == "sdpa":
-            return self.library_attention(q, k, v, mask[:, None])
-        return self.attend(q, k, v, mask)
-
-    def library_attention(self, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-        """PyTorch's kernel for long prefills. It adds one rounding: P to BF16 before P V."""
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention over k, v [B, S, Hkv, d]; `mask` [B, T, S], or None for causal rows that end
+        at S. Long prefills may use PyTorch's kernel, which adds a rounding: P to BF16 before P V.
+        """
+        if q.shape[1] == 1 or self.prefill_attention == "fp32":
+            return self.attend(q, k, v, mask)
+        allowed = causal_lower_right(q.shape[1], k.shape[1]) if mask is None else mask[:, None]
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         k, v = (y.repeat_interleave(self.heads // self.kv_heads, dim=1) for y in (k, v))
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=self.attend.scale
-        ).transpose(1, 2)
+        a = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.attend.scale)
+        return a.transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -540,6 +529,12 @@ class Beam(nn.Module):
         p = positions.float()
         exponents = torch.arange(0, c.head_dim, 2, device=p.device).float() / c.head_dim
         angles = p[..., None] * (1.0 / c.rope_theta**exponents)
+        query = positions[..., None]  # [B, T, 1]
+        decode = positions.shape[1] == 1
+        held = ring_positions(positions[:, 0] + int(decode), c.window)
+        held = (held if decode else torch.cat((held, positions), dim=1))[:, None]  # [B, 1, S]
+        causal = cache.ends_aligned and not decode
+        every = torch.arange(cache.extent, device=p.device)
         return Step(
             positions=positions,
             cos=angles.cos(),
@@ -547,8 +542,9 @@ class Beam(nn.Module):
             q_scale=torch.exp(0.1 * torch.log1p((p + 1) / c.ssmax_length)),
             full_slots=write_slots(positions, cache.capacity, None),
             ring_slots=write_slots(positions, cache.capacity, c.window),
+            full_mask=None if causal else every <= query,
+            ring_mask=(held >= 0) & (held <= query) & (held > query - c.window),
             extent=cache.extent,
-            ends_aligned=cache.ends_aligned,
         )
 
 
