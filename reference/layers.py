@@ -1,0 +1,65 @@
+"""Layers that transformer models share; FP32 inside, one rounding to the tensors' dtype at the end."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension: FP32 inside, rounded once."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight.float()).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Linear(nn.Module):
+    """y = x W^T, weight [out, in], no bias."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class ParallelProjection(nn.Module):
+    """Several projections of one input: (x [B, T, D], weights [Oi, D]...) -> tuple of [B, T, Oi].
+
+    `names` are the siblings that own the weights, in the order in which they are passed.
+    """
+
+    region = "parallel_projection"
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+
+    def forward(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return tuple(F.linear(x, weight) for weight in weights)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the halves of each head: x [B, T, H, d], cos and sin [B, T, d / 2]; FP32, one rounding."""
+    a, b = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """silu(gate) * up: FP32 inside, rounded once; (gate [..., F], up [..., F]) -> [..., F]."""
+
+    region = "swiglu"
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return (F.silu(gate.float()) * up.float()).to(gate.dtype)
