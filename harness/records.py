@@ -200,13 +200,14 @@ class Attempt(Record):
     reason: str
     predicted_us: float | None
     bound_us: float | None
-    knobs: dict[str, int | str | bool | float]
+    knobs: dict[str, dict[str, int | str | bool | float]]  # by shape, such as "D=5120,T=1"
     region_verdict: Verdict | None
     model_verdict: Verdict | None
     latency: Latency | None
     control: str | None  # "identity" or "slowed" for the loop's own controls, else None
     parent: str | None  # id of the last kept attempt
     seconds: float
+    generated_source: str | None = None  # file in the run directory, for compiled regions
 
     def __post_init__(self) -> None:
         passed = self.region_verdict is not None and self.region_verdict.passed

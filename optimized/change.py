@@ -82,6 +82,11 @@ class Change:
         raise ValueError(f"change {self.name} has no backend {backend!r}; it has: {have}")
 
 
+def shape_key(shape: Mapping[str, int]) -> str:
+    """The sizes that knobs depend on as text: {"T": 1, "D": 5120} -> "D=5120,T=1"."""
+    return ",".join(f"{name}={shape[name]}" for name in sorted(shape))
+
+
 def region_of(module: nn.Module) -> str:
     """The region a module belongs to: its class's `region`, else the class's name in snake case."""
     name = getattr(type(module), "region", None)
@@ -108,10 +113,11 @@ def share(model: nn.Module) -> nn.Module:
 
 
 def apply_change(
-    model: nn.Module, change: Change, backend: str, knobs: Any = None
+    model: nn.Module, change: Change, backend: str, knobs: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Replace every node of the change's region in `model`, in place; returns the nodes' names.
 
+    `knobs` maps shapes (`shape_key`) to tuned launch knobs; other shapes use the heuristic.
     A node that another change already replaced is a conflict and raises ValueError, as does a
     region without nodes. The state dict keeps its names and shapes.
     """
@@ -137,13 +143,16 @@ def apply_change(
 
 
 def replace_forward(
-    node: nn.Module, change: Change, implementation: Implementation, knobs: Any
+    node: nn.Module,
+    change: Change,
+    implementation: Implementation,
+    knobs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A module with `node`'s parameters and children whose forward is the implementation's."""
     replaced = copy.copy(node)
     for part in ("_parameters", "_buffers", "_modules"):
         setattr(replaced, part, dict(getattr(node, part)))
-    fast = implementation.build(node, knobs)
+    fast = _by_shape(node, implementation, knobs)
     guard = implementation.guard
     if guard is None:
         forward = fast
@@ -162,3 +171,21 @@ def replace_forward(
     replaced.forward = forward
     replaced.applied = change.name  # type: ignore[assignment]
     return replaced
+
+
+def _by_shape(
+    node: nn.Module, implementation: Implementation, knobs: Mapping[str, Any] | None
+) -> Callable[..., Any]:
+    """The implementation's function, with tuned knobs where a call's shape was tuned."""
+    default = implementation.build(node, None)
+    if not knobs:
+        return default
+    shape = implementation.shape
+    if shape is None:
+        raise ValueError(f"the {implementation.backend} implementation has no shape to tune by")
+    tuned = {key: implementation.build(node, chosen) for key, chosen in knobs.items()}
+
+    def forward(*args: Any) -> Any:
+        return tuned.get(shape_key(shape(node, *args)), default)(*args)
+
+    return forward

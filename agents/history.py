@@ -1,0 +1,56 @@
+"""What a run's ledger says was done: the state from which a run goes on, torch-free."""
+
+from dataclasses import dataclass
+
+from harness.ledger import Ledger
+from harness.records import Attempt, Baseline, Status
+
+MAX_STARTS = 3
+
+
+@dataclass(frozen=True)
+class History:
+    """A view of the ledger; nothing is kept beside it, so killing the run loses nothing."""
+
+    ledger: Ledger
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        return self.ledger.all("attempt", Attempt)
+
+    @property
+    def kept(self) -> list[Attempt]:
+        return [a for a in self.attempts if a.status is Status.KEPT]
+
+    @property
+    def tried(self) -> frozenset[tuple[str, str]]:
+        return frozenset((a.name, a.backend) for a in self.attempts)
+
+    @property
+    def controls(self) -> frozenset[str]:
+        return frozenset(a.control for a in self.attempts if a.control)
+
+    @property
+    def changes_judged(self) -> int:
+        """Attempts that were not controls."""
+        return sum(a.control is None for a in self.attempts)
+
+    @property
+    def baselines(self) -> dict[str, Baseline]:
+        return {b.name: b for b in self.ledger.all("baseline", Baseline)}
+
+    def starts(self, name: str, backend: str) -> int:
+        """How often this change was begun; more often than decided means that it broke the run."""
+        return sum(
+            e.kind == "started" and (e.data["name"], e.data["backend"]) == (name, backend)
+            for e in self.ledger.events()
+        )
+
+    def effect_us(self) -> dict[str, float]:
+        """The smallest detectable effects in force, by "decode" and "prefill"."""
+        effect = self.ledger.last("effect") or {}
+        return {name: effect[f"{name}_us"] for name in ("decode", "prefill")}
+
+    def is_finished(self) -> bool:
+        stopped = self.ledger.last("stopped")
+        return stopped is not None and stopped["reason"] == "done"

@@ -1,0 +1,31 @@
+"""Proposes the changes that exist in optimized/, ordered by what the trace says they can gain."""
+
+from agents.proposers.base import Context, Suggestion, suggest
+from optimized.catalog import changes
+
+
+class Catalog:
+    name = "catalog"
+
+    def propose(self, context: Context) -> list[Suggestion]:
+        """Every catalogued change for a traced region that this device can run.
+
+        Where a change has several implementations, the first that was not tried stands for it, so
+        that the next one gets its turn only after that was refused.
+        """
+        by_region = {o.region: o for o in context.opportunities}
+        suggestions = []
+        for change in changes().values():
+            opportunity = by_region.get(change.region)
+            if opportunity is None or not context.is_free(change.region):
+                continue
+            for implementation in change.implementations:
+                if context.device_type not in implementation.devices:
+                    continue
+                if (change.name, implementation.backend) in context.tried:
+                    continue
+                suggestions.append(
+                    suggest(opportunity, change, implementation.backend, change.summary)
+                )
+                break
+        return sorted(suggestions, key=lambda s: -s.proposal.predicted_us)

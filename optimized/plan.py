@@ -1,0 +1,91 @@
+"""Plans: the ordered list of changes enabled for a model on a device, as a TOML file.
+
+    model = "beam"
+    device = "NVIDIA H200"
+
+    [[change]]
+    name = "residual-boundary"
+    backend = "triton"
+    [change.knobs."D=5120,T=1"]
+    num_warps = 8
+"""
+
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from optimized.catalog import load_change
+from optimized.change import Change, KnobValue, apply_change
+from optimized.inductor import inductor_change
+
+INDUCTOR = "inductor:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Enabled:
+    """One line of a plan: a change by name, its backend, and its tuned launch knobs by shape."""
+
+    name: str
+    backend: str
+    knobs: dict[str, dict[str, KnobValue]] = field(default_factory=dict)
+
+    def change(self) -> Change:
+        """The change itself; ValueError if no change has this name."""
+        if self.name.startswith(INDUCTOR):
+            return inductor_change(self.name.removeprefix(INDUCTOR))
+        return load_change(self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is enabled for `model` on `device`, in the order in which it is applied."""
+
+    model: str
+    device: str
+    changes: tuple[Enabled, ...]
+
+    def apply(self, model: nn.Module) -> None:
+        """Apply every change to `model` in place; see `optimized.change.apply_change`."""
+        for enabled in self.changes:
+            apply_enabled(model, enabled)
+
+    def save(self, path: Path) -> None:
+        lines = [f"model = {json.dumps(self.model)}", f"device = {json.dumps(self.device)}"]
+        for change in self.changes:
+            lines += ["", "[[change]]", f"name = {json.dumps(change.name)}"]
+            lines.append(f"backend = {json.dumps(change.backend)}")
+            for shape, knobs in change.knobs.items():
+                lines.append(f"[change.knobs.{json.dumps(shape)}]")
+                lines += [f"{key} = {json.dumps(value)}" for key, value in knobs.items()]
+        path.write_text("\n".join(lines) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "Plan":
+        """Read a plan; ValueError in one line if it is not one."""
+        try:
+            data = tomllib.loads(path.read_text())
+            changes = tuple(Enabled(**entry) for entry in data.get("change", []))
+            return cls(model=data["model"], device=data["device"], changes=changes)
+        except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a plan ({error}); see optimized/plan.py") from error
+
+
+def apply_enabled(model: nn.Module, enabled: Enabled) -> list[str]:
+    """Apply one line of a plan to `model` in place; returns the replaced nodes' names."""
+    change = enabled.change()
+    return apply_change(model, change, enabled.backend, make_knobs(change, enabled))
+
+
+def make_knobs(change: Change, enabled: Enabled) -> dict[str, Any]:
+    """The tuned knobs by shape as the implementation's own dataclass."""
+    knobs = change.implementation(enabled.backend).knobs
+    if knobs is None:
+        return {}
+    try:
+        return {shape: knobs(**values) for shape, values in enabled.knobs.items()}
+    except TypeError as error:
+        raise ValueError(f"knobs of {enabled.name} ({enabled.backend}): {error}") from error
