@@ -20,7 +20,9 @@ CYCLES_PER_PROBE = 1_000_000
 
 
 def identity(region: str, device_type: str) -> Change:
-    return _control(IDENTITY, region, device_type, "the reference itself", lambda node, _: node.forward)
+    return _control(
+        IDENTITY, region, device_type, "the reference itself", lambda node, _: node.forward
+    )
 
 
 def slowed(region: str, device: torch.device, step_us: float, node_count: int) -> Change:

@@ -29,7 +29,9 @@ def decide(
     """
     for verdict in (region_verdict, model_verdict):
         if verdict is not None and not verdict.passed:
-            return Decision(status=Status.REJECTED, reason=f"{verdict.scope} verdict: {verdict.reason}")
+            return Decision(
+                status=Status.REJECTED, reason=f"{verdict.scope} verdict: {verdict.reason}"
+            )
     if latency is None:
         raise ValueError("a passed verdict without a latency cannot be decided")
     measured = {"decode": latency.decode, "prefill": latency.prefill}

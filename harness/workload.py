@@ -4,7 +4,8 @@ A target's size follows the model's: a toy model on a CPU is timed at a short co
 prompt, and every record says which.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -131,14 +132,21 @@ class Workload:
         self.require_memory()
         return self.file.build(self.config, self.device, self.seed)
 
-    def require_memory(self) -> None:
+    def require_memory(self, *targets: Target) -> None:
+        """Raise UserError unless the weights and the caches of `targets` fit beside each other."""
         free = free_bytes(self.device)
-        if self.weight_bytes > free:
+        caches = sum(self.cache_bytes(target) for target in targets)
+        if self.weight_bytes + caches > free:
             raise UserError(
                 f"{self.name} {self.preset} needs {self.weight_bytes / 2**30:.1f} GiB for its "
-                f"weights, {self.device} has {free / 2**30:.1f} GiB free; "
-                f"choose a smaller preset: {', '.join(self.file.configs)}"
+                f"weights and {caches / 2**30:.1f} GiB for KV caches, {self.device} has "
+                f"{free / 2**30:.1f} GiB free; choose another preset: {', '.join(self.file.configs)}"
             )
+
+    def cache_bytes(self, target: Target) -> int:
+        """Bytes of the KV cache that `target` needs."""
+        cache = self.file.cache(self.config, target.batch, target.context, "meta")
+        return sum(t.nbytes for t in tensors_in(cache))
 
     def inputs(self, target: Target, *, seed: int = 0) -> StepInputs:
         """Random token ids at the end of `target.context`, over a cache filled with random values.
@@ -167,6 +175,21 @@ class Workload:
             if isinstance(module, nn.Embedding):
                 return module.num_embeddings
         raise UserError(f"model {self.name} has no nn.Embedding, so its token ids are unknown")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested dataclasses, sequences and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for f in fields(value):
+            yield from tensors_in(getattr(value, f.name))
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def pick_device(device: str) -> torch.device:

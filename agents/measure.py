@@ -1,0 +1,99 @@
+"""The two measurements every change gets: one decode step and one prefill, and where their time goes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from torch import nn
+
+from agents.budget import Budget
+from harness.bench import Step, compare, default_mode, smallest_effect, time_step
+from harness.records import Latency, Timing
+from harness.workload import StepInputs, Target, Workload
+from traces.capture import Trace, capture
+
+DECODE, PREFILL = "decode", "prefill"
+KINDS = DECODE, PREFILL
+DEFAULTS = {DECODE: "decode-bs1", PREFILL: "prefill-8x2048"}
+# What share of the budget one measurement of each kind may take, and at most how many seconds.
+SHARES = {DECODE: (0.008, 3.0), PREFILL: (0.012, 12.0)}
+
+
+@dataclass
+class Steps:
+    """A model ready to be timed: its decode step and its prefill."""
+
+    decode: Step
+    prefill: Step
+
+    def __getitem__(self, kind: str) -> Step:
+        return self.decode if kind == DECODE else self.prefill
+
+    def close(self) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+
+@dataclass
+class Measure:
+    """Times models on one workload. `target` is the run's; the other kind uses its default."""
+
+    workload: Workload
+    target: str
+    budget: Budget
+    _inputs: dict[str, StepInputs] = field(default_factory=dict)
+
+    @cached_property
+    def targets(self) -> dict[str, Target]:
+        chosen = self.workload.target(self.target)
+        targets = {kind: self.workload.target(DEFAULTS[kind]) for kind in KINDS}
+        return {**targets, chosen.kind: chosen}
+
+    @property
+    def kind(self) -> str:
+        """Which of the two the run's target is."""
+        return self.workload.target(self.target).kind
+
+    def inputs(self, kind: str) -> StepInputs:
+        if kind not in self._inputs:
+            self._inputs[kind] = self.workload.inputs(self.targets[kind], seed=self.workload.seed)
+        return self._inputs[kind]
+
+    def steps(self, model: nn.Module) -> Steps:
+        """Warm and, on a GPU, captured: a decode replays one CUDA graph. A prefill, which is bound
+        by its arithmetic, runs eagerly: a graph of it would hold gigabytes of activations."""
+        decode = Step(model, self.inputs(DECODE), default_mode(self.workload.device))
+        return Steps(decode, Step(model, self.inputs(PREFILL), "eager"))
+
+    def seconds(self, kind: str, factor: float = 1.0) -> float:
+        fraction, at_most = SHARES[kind]
+        return factor * self.budget.share_s(fraction, at_most_s=at_most)
+
+    def timings(self, steps: Steps) -> dict[str, Timing]:
+        return {kind: time_step(steps[kind], budget_s=self.seconds(kind)) for kind in KINDS}
+
+    def effects(self, steps: Steps) -> dict[str, float]:
+        """The smallest detectable effect of each kind, from A/A runs of `steps` against itself."""
+        return {
+            kind: smallest_effect(steps[kind], budget_s=self.seconds(kind, factor=2.0))
+            for kind in KINDS
+        }
+
+    def latency(self, base: Steps, candidate: Steps, effects: dict[str, float]) -> Latency:
+        """Both kinds, in interleaved pairs."""
+        pairs = {
+            kind: compare(
+                base[kind], candidate[kind], effects[kind], budget_s=self.seconds(kind, factor=2.0)
+            )
+            for kind in KINDS
+        }
+        return Latency(decode=pairs[DECODE], prefill=pairs[PREFILL])
+
+    def trace(self, model: nn.Module, path: Path | None) -> Trace:
+        """One decode step of `model`, attributed; on a GPU the replay of its graph."""
+        mode = default_mode(self.workload.device)
+        return capture(model, self.inputs(DECODE), path=path, mode=mode)
+
+    def run_decode(self, model: nn.Module) -> Callable[[], object]:
+        return lambda: model(*self.inputs(DECODE).args)

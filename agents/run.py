@@ -1,0 +1,166 @@
+"""The main command: `python -m agents.run --target decode-bs1`."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness import cli
+from harness.errors import ExitCode, UserError
+from harness.ledger import Ledger
+from harness.records import SCHEMA
+
+if TYPE_CHECKING:
+    from agents.loop import Options
+    from harness.workload import Workload
+
+DEFAULT_MINUTES = {"cpu": 4.5, "cuda": 60.0}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m agents.run",
+        description="Profile a model, propose fusions, check each against the reference, "
+        "measure it, and keep what holds.",
+    )
+    p.add_argument("--target", help="what to make faster: decode-bs1, prefill-8x2048, ...")
+    p.add_argument(
+        "--model", default="beam", help="a known model, or the path of a model file (.py)"
+    )
+    p.add_argument("--preset", default="auto", help="a size of the model; auto picks by the device")
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p.add_argument("--proposer", default="auto", help="auto, catalog or inductor")
+    p.add_argument("--max-changes", type=int, help="stop after so many judged changes")
+    p.add_argument("--budget-minutes", type=float, help="stop when so much time is used up")
+    p.add_argument("--run-dir", type=Path, help="where to write; default runs/<date>-<target>")
+    p.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run that stopped")
+    p.add_argument("--seed", type=int, default=0, help="seed of weights, inputs and cases")
+    p.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
+    p.add_argument("--json", action="store_true", help="print summary.json on stdout")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    check(arguments)
+    if arguments.resume is not None:
+        ledger = Ledger.open(arguments.resume)
+        recall(arguments, ledger)
+    else:
+        ledger = None
+        if arguments.target is None:
+            raise UserError("--target is missing; name what to make faster, such as decode-bs1")
+    return work(arguments, ledger)
+
+
+def check(a: argparse.Namespace) -> None:
+    """What can be told from the words alone, before anything heavy is imported."""
+    if a.budget_minutes is not None and a.budget_minutes <= 0:
+        raise UserError(f"--budget-minutes is {a.budget_minutes:g}; give a number above 0")
+    if a.max_changes is not None and a.max_changes < 1:
+        raise UserError(f"--max-changes is {a.max_changes}; give at least 1")
+    if a.resume is not None and a.run_dir is not None:
+        raise UserError("--resume names the run's directory already; leave --run-dir out")
+
+
+def recall(a: argparse.Namespace, ledger: Ledger) -> None:
+    """A continued run goes on with what it was started with."""
+    run = ledger.last("run")
+    assert run is not None  # Ledger.open checked it
+    if a.target is not None and a.target != run["target"]:
+        raise UserError(
+            f"{ledger.directory} is a run for target {run['target']}, not {a.target}; "
+            "leave --target out, or start a new run"
+        )
+    for name in ("target", "model", "preset", "device", "proposer", "seed"):
+        setattr(a, name, run[name])
+
+
+def work(a: argparse.Namespace, ledger: Ledger | None) -> int:
+    from agents.budget import Budget
+    from agents.loop import Loop, Options
+    from agents.measure import DEFAULTS
+    from agents.progress import Progress
+    from agents.proposers.auto import PROPOSERS
+    from harness.workload import Workload
+    from reports.terminal import print_run
+    from reports.write import write_reports
+
+    if a.proposer not in PROPOSERS:
+        raise UserError(f"unknown proposer {a.proposer!r}; choose one of {', '.join(PROPOSERS)}")
+    workload = Workload.load(a.model, a.preset, a.device, a.seed)
+    workload.target(a.target)
+    minutes = a.budget_minutes or DEFAULT_MINUTES[workload.device.type]
+    options = Options(target=a.target, proposer=a.proposer, max_changes=a.max_changes)
+    if a.dry_run:
+        print(describe(workload, options, minutes))
+        return ExitCode.DONE
+    workload.require_memory(*{workload.target(t) for t in (a.target, *DEFAULTS.values())})
+    new = ledger is None
+    if ledger is None:
+        ledger = start(a, workload)
+    cli.set_cache_environment(ledger.directory / "cache")
+    budget = Budget(minutes)
+    progress = Progress(budget)
+    progress.done(f"run directory: {ledger.directory}" + ("" if new else " (continued)"))
+    progress.done(describe(workload, options, minutes))
+    try:
+        reason = Loop(workload, ledger, options, budget, progress).run()
+    except KeyboardInterrupt:
+        ledger.append("stopped", {"reason": "interrupted"})
+        progress.close()
+        write_reports(ledger.directory)
+        progress.done(f"interrupted; continue with --resume {ledger.directory}", "yellow")
+        return ExitCode.INTERRUPTED
+    finally:
+        progress.close()
+    paths = write_reports(ledger.directory)
+    if a.json:
+        print((ledger.directory / "summary.json").read_text())
+    else:
+        print_run(ledger.directory)
+        for path in paths:
+            print(path)
+    judged = any(e.kind == "attempt" and not e.data["control"] for e in ledger.events())
+    return ExitCode.OUT_OF_BUDGET if reason == "budget" and not judged else ExitCode.DONE
+
+
+def describe(workload: "Workload", options: "Options", minutes: float) -> str:
+    chosen = workload.target(options.target)
+    scale = "a toy, so its sizes are cut down; " if workload.toy else ""
+    return (
+        f"{workload.name} {workload.preset} on {workload.device.type}: "
+        f"{workload.weight_bytes / 2**30:.3g} GiB of weights; {scale}"
+        f"{chosen.name}: {chosen.describe()}; proposer {options.proposer}; {minutes:g} min"
+    )
+
+
+def start(a: argparse.Namespace, workload: "Workload") -> Ledger:
+    from agents.measure import DEFAULTS
+
+    default = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{a.target}"
+    ledger = Ledger.create(a.run_dir or default)
+    chosen = workload.target(a.target)
+    targets = {kind: workload.target(name) for kind, name in DEFAULTS.items()}
+    targets[chosen.kind] = chosen
+    ledger.append(
+        "run",
+        {
+            "schema": SCHEMA,
+            "target": a.target,
+            "model": a.model,
+            "preset": workload.preset,
+            "device": workload.device.type,
+            "proposer": a.proposer,
+            "seed": a.seed,
+            "options": {"max_changes": a.max_changes, "budget_minutes": a.budget_minutes},
+            "workload": {kind: target.describe() for kind, target in targets.items()},
+            "command": "python -m agents.run " + " ".join(sys.argv[1:]),
+        },
+    )
+    return ledger
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,105 @@
+"""Launch knobs, tuned with Optuna on the calls that the model really makes."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.bench import time_call
+from optimized.change import Change, Implementation, KnobValue, nodes, replace_forward, shape_key
+
+MAX_TRIALS = 24
+
+
+def tune(
+    model: nn.Module,
+    change: Change,
+    backend: str,
+    run_step: Callable[[], object],
+    *,
+    study_path: Path,
+    seconds: float,
+) -> dict[str, dict[str, KnobValue]]:
+    """The fastest valid knobs for the shape of the region's calls in `run_step`.
+
+    Returns {} where there is nothing to tune, or where the heuristic's choice won. Trials are kept
+    in Optuna's journal at `study_path`, so that a resumed run goes on with them.
+    """
+    implementation = change.implementation(backend)
+    if implementation.knobs is None or implementation.shape is None:
+        return {}
+    name = nodes(model, change.region)[0]
+    node = model.get_submodule(name)
+    args = first_call(node, run_step)
+    shape = implementation.shape(node, *args)
+    candidates = implementation.knobs.candidates(shape)
+    default = implementation.knobs.heuristic(shape)
+    best = _search(change, implementation, node, args, candidates, default, study_path, seconds)
+    return {} if best is None else {shape_key(shape): best}
+
+
+def first_call(node: nn.Module, run_step: Callable[[], object]) -> tuple[Any, ...]:
+    """The positional arguments of `node`'s first call in `run_step`."""
+    calls: list[tuple[Any, ...]] = []
+    handle = node.register_forward_pre_hook(lambda _node, args: calls.append(args) or None)
+    try:
+        with torch.inference_mode():
+            run_step()
+    finally:
+        handle.remove()
+    if not calls:
+        raise ValueError("the region is not called in this step")
+    return calls[0]
+
+
+def _search(
+    change: Change,
+    implementation: Implementation,
+    node: nn.Module,
+    args: tuple[Any, ...],
+    candidates: Mapping[str, Any],
+    default: Any,
+    study_path: Path,
+    seconds: float,
+) -> dict[str, KnobValue] | None:
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    knobs_type = implementation.knobs
+    assert knobs_type is not None and implementation.shape is not None
+    shape = implementation.shape(node, *args)
+
+    def time_us(values: dict[str, KnobValue]) -> float:
+        knobs = {shape_key(shape): knobs_type(**values)}
+        candidate = replace_forward(node, change, implementation, knobs)
+        return time_call(candidate, *args)
+
+    def objective(trial: "optuna.Trial") -> float:
+        values = {k: trial.suggest_categorical(k, list(v)) for k, v in candidates.items()}
+        if not knobs_type(**values).is_valid(shape):
+            raise optuna.TrialPruned
+        return time_us(values)
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        study_name=f"{change.name}:{implementation.backend}:{shape_key(shape)}",
+        storage=JournalStorage(JournalFileBackend(str(study_path))),
+        sampler=optuna.samplers.TPESampler(seed=0),
+        load_if_exists=True,
+    )
+    first = {name: getattr(default, name) for name in candidates}
+    if not study.trials:
+        study.enqueue_trial(first)
+    space = sum(1 for _ in itertools.product(*candidates.values()))
+    trials = min(MAX_TRIALS, space) - len(study.trials)
+    if trials > 0:
+        study.optimize(objective, n_trials=trials, timeout=seconds)
+    finished = [t for t in study.trials if t.value is not None]
+    if not finished:
+        return None
+    best = study.best_params
+    return None if best == first else best

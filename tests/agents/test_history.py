@@ -1,0 +1,46 @@
+"""What a ledger tells a continued run."""
+
+from agents.history import History
+from harness.ledger import Ledger
+from harness.records import Attempt, Status
+
+
+def attempt(index: int, name: str, status: Status, control: str | None = None) -> Attempt:
+    return Attempt(
+        index=index,
+        name=name,
+        region="r",
+        backend="torch",
+        status=status,
+        reason="because",
+        predicted_us=None,
+        bound_us=None,
+        knobs={},
+        region_verdict=None,
+        model_verdict=None,
+        latency=None,
+        control=control,
+        parent=None,
+        seconds=1.0,
+    )
+
+
+def test_history_is_what_the_ledger_holds(tmp_path):
+    ledger = Ledger.create(tmp_path / "run")
+    ledger.append("run", {"schema": 1})
+    history = History(ledger)
+    assert history.attempts == [] and not history.is_finished()
+    ledger.append("effect", {"decode_us": 3.0, "prefill_us": 5.0})
+    ledger.append("started", {"index": 1, "name": "a", "backend": "torch"})
+    ledger.append("attempt", attempt(1, "a", Status.REJECTED))
+    ledger.append("attempt", attempt(2, "control:identity", Status.REJECTED, control="identity"))
+    ledger.append("started", {"index": 3, "name": "b", "backend": "torch"})
+    ledger.append("started", {"index": 3, "name": "b", "backend": "torch"})
+    assert history.effect_us() == {"decode": 3.0, "prefill": 5.0}
+    assert history.tried == {("a", "torch"), ("control:identity", "torch")}
+    assert history.controls == {"identity"}
+    assert history.changes_judged == 1
+    assert (history.starts("a", "torch"), history.starts("b", "torch")) == (1, 2)
+    assert history.starts("b", "triton") == 0
+    ledger.append("stopped", {"reason": "done"})
+    assert history.is_finished()
