@@ -5,7 +5,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.sdist import sdist
 
 REFUSAL = (
-    "kernelwright is installed editable only: its top-level packages (agents, traces, reports, ...) "
+    "kernelwright is installed editable only: its top-level packages (agents, traces, ...) "
     "would collide with other distributions'. Clone it and run `make run`, or `pip install -e .`"
 )
 

@@ -12,7 +12,7 @@ readonly VENV=.venv LOG=.venv/setup.log
 readonly NAMES="python3 python3.12 python3.11 python3.13 python3.14 python"
 
 fail() {
-    printf '\nerror: %s\n' "$1" >&2
+    printf 'error: %s\n' "$1" >&2
     exit 2
 }
 
@@ -64,18 +64,28 @@ check_disk() {
         fail "only $((free_kb / 1024 / 1024)) GB free here, $NEED_GB GB are needed; free some, or clone to a larger disk"
 }
 
+# What pip is at, from its log.
+latest() {
+    local line
+    line=$(grep -E '^ *(Collecting|Downloading|Processing|Building|Installing) ' "$LOG" | tail -n 1)
+    case "$line" in
+        *Installing*) echo "unpacking, $(du -sm "$VENV" | cut -f 1) MB in place" ;;
+        *) sed -E 's/^ *//; s/ \(from .*//' <<<"${line:-working}" | cut -c 1-70 ;;
+    esac
+}
+
 # Run a command into the log; while it is at it, say now and then what it does.
 with_heartbeat() {
     local pid next=$((SECONDS + HEARTBEAT_S)) status=0
     "$@" >>"$LOG" 2>&1 &
     pid=$!
-    trap 'kill "$pid" 2>/dev/null || true' EXIT
+    trap "kill $pid 2>/dev/null || true" EXIT
     trap 'exit 130' INT TERM
     while kill -0 "$pid" 2>/dev/null; do
         sleep 0.2
         if [ "$SECONDS" -ge "$next" ]; then
             next=$((SECONDS + HEARTBEAT_S))
-            say "  ... $(tail -n 1 "$LOG" | sed -e 's/^ *//' | cut -c 1-70)"
+            say "  ... $(latest)"
         fi
     done
     wait "$pid" || status=$?

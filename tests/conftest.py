@@ -1,0 +1,43 @@
+"""What all tests share: fixed seeds, one thread, and the `gpu` marker's skip.
+
+Nothing here imports torch: tests of the torch-free packages run without it.
+"""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+# Read by OpenMP and MKL when torch is first imported, so set before any test module is.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+# Triton reads it when a kernel is defined: without a GPU, its interpreter runs the kernels.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests, with the reason, where PyTorch sees no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        reason = f"needs a CUDA device; torch {torch.__version__} sees none"
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def fixed_numerics() -> None:
+    """The same random numbers for every test, whatever ran before it."""
+    random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "manual_seed"):
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)

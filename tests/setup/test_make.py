@@ -1,0 +1,63 @@
+"""The make targets run what the README says; `make -n` shows it without doing it."""
+
+import re
+import subprocess
+import tomllib
+
+import pytest
+
+from tests.layout import ROOT
+
+
+def make(*arguments: str) -> str:
+    done = subprocess.run(
+        ["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "target, installs, commands",
+    [
+        ("run", "core", ["python -m agents.run --target decode-bs1"]),
+        ("test", "test", ["python -m pytest -n 2"]),
+        ("lint", "lint", ["ruff check", "ruff format --check", "pyright", "lint-imports"]),
+        ("bench", "core", ["python -m harness ceilings", "python -m harness bench"]),
+    ],
+)
+def test_target(target: str, installs: str, commands: list[str]) -> None:
+    steps = make("-n", target).splitlines()
+    assert steps[0] == f"tools/setup.sh {installs}"
+    assert len(steps) == 1 + len(commands)
+    for step, command in zip(steps[1:], commands, strict=True):
+        assert command in step
+
+
+@pytest.mark.parametrize("target", ["run", "test", "bench"])
+def test_arguments_are_passed_on(target: str) -> None:
+    assert make("-n", target, "ARGS=--one 1 --two").splitlines()[-1].endswith(" --one 1 --two")
+
+
+def test_help_names_every_target() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert phony is not None
+    listed = re.findall(r"^make (\w+) +\S", make(), flags=re.MULTILINE)
+    assert listed == phony.group(1).split()
+
+
+def test_every_dependency_of_the_tests_is_pinned() -> None:
+    """What `make run`, `make test` and `make lint` install by name has one version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["test"], *extras["dev"]]
+    names = {re.split(r"[\[<>=; ]", line)[0].lower() for line in wanted}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert [line for line in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+    assert names <= {line.partition("==")[0].lower() for line in pins}
+
+
+def test_the_build_backend_is_the_pinned_one() -> None:
+    """The set-up installs it without build isolation, so the two must agree."""
+    (needed,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert needed in (ROOT / "constraints.txt").read_text().splitlines()
