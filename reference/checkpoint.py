@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# safetensors' names of what can be copied as it is. FP8 and integers are quantised: they need scales.
+# What can be copied as it is, by safetensors' names. FP8 and integers would need their scales.
 FLOATS = "BF16", "F16", "F32", "F64"
 
 
