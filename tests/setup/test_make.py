@@ -1,5 +1,6 @@
 """The make targets run what the README says; `make -n` shows it without doing it."""
 
+import os
 import re
 import subprocess
 import tomllib
@@ -10,8 +11,15 @@ from tests.layout import ROOT
 
 
 def make(*arguments: str) -> str:
+    """What make prints, called as a person would, not as a part of `make test`."""
+    inherited = {"ARGS", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
     done = subprocess.run(
-        ["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", *arguments],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in inherited},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout
 
