@@ -33,10 +33,10 @@ test: ## The tests, on two workers (ARGS go to pytest)
 
 lint: ## ruff, pyright and the import contracts
 	@tools/setup.sh lint
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/pyright
-	@$(BIN)/lint-imports --cache-dir .cache/import_linter
+	@failed=0; for check in "ruff check ." "ruff format --check ." pyright \
+		"lint-imports --cache-dir .cache/import_linter"; do \
+		echo "$$check"; $(BIN)/$$check || failed=1; \
+	done; exit $$failed
 
 bench: ## What this machine can do at most, then the reference's baselines (ARGS go to the second)
 	@tools/setup.sh core
