@@ -1,7 +1,7 @@
 """Two changes with a known answer, offered to the keep rule in every run: it must refuse both.
 
-The identity changes nothing; the slowed one computes the same and takes 3% of a step longer. Both go
-the whole way: applied, judged, timed, decided.
+The identity changes nothing; the slowed one computes the same and takes 3% of a step longer. Both
+go the whole way: applied, judged, timed, decided.
 """
 
 import time
@@ -26,7 +26,7 @@ def identity(region: str, device_type: str) -> Change:
 
 
 def slowed(region: str, device: torch.device, step_us: float, node_count: int) -> Change:
-    """The reference plus a delay in each of the region's `node_count` nodes, 3% of a step in all."""
+    """The reference plus a delay in each of the region's nodes, 3% of a step in all."""
     wait = waiter(device, SLOWED_BY * step_us / node_count)
 
     def build(node: nn.Module, _knobs: Any) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def _control(name: str, region: str, device_type: str, summary: str, build: Any)
 
 
 def waiter(device: torch.device, delay_us: float) -> Callable[[], None]:
-    """A function that keeps `device` busy for `delay_us`; on a GPU it can be captured in a graph."""
+    """A function that keeps `device` busy for `delay_us`; a CUDA graph can capture it."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(CYCLES_PER_PROBE)  # the first launch loads the kernel

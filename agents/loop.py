@@ -164,7 +164,7 @@ class Loop:
         return self.measure.steps(self.current)
 
     def calibrate(self) -> None:
-        """Find the smallest effect that this machine can tell from none, on the model as it stands."""
+        """Find the smallest effect that this machine can tell from none."""
         if self.ledger.last("effect") is None:
             self.measure_effect()
 
@@ -262,10 +262,10 @@ class Loop:
             outcome["failure"] = f"the run died {starts} times while this change was tried"
         else:
             try:
-                self.try_change(change, backend, suggestion.proposal.region, outcome)
+                self.try_change(change, backend, outcome)
             except (UserError, BudgetSpent):
                 raise
-            except Exception as error:  # whatever a candidate raises is a finding about it
+            except Exception as error:  # noqa: BLE001 - whatever a candidate raises is a finding
                 first = next(iter(str(error).strip().splitlines()), "")
                 outcome["failure"] = f"{type(error).__name__}: {first}"
         attempt = self.decided(suggestion, outcome, index, control, time.monotonic() - started)
@@ -278,9 +278,7 @@ class Loop:
             outcome["steps"].close()
         return attempt
 
-    def try_change(
-        self, change: Change, backend: str, region: str, outcome: dict[str, Any]
-    ) -> None:
+    def try_change(self, change: Change, backend: str, outcome: dict[str, Any]) -> None:
         """Apply, tune, judge and time; what is known so far stands in `outcome`."""
         enabled = Enabled(name=change.name, backend=backend, knobs=self.tuned(change, backend))
         outcome["knobs"] = enabled.knobs

@@ -1,4 +1,4 @@
-"""The two measurements every change gets: one decode step and one prefill, and where their time goes."""
+"""The two measurements every change gets, one decode step and one prefill, and the trace."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

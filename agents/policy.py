@@ -21,7 +21,7 @@ def decide(
     latency: Latency | None,
     floors_us: dict[str, float | None],
 ) -> Decision:
-    """Keep a change only if it is right, its target gets faster for certain, and nothing gets slower.
+    """Keep a change only if it is right, its target surely gets faster, and nothing gets slower.
 
     `target` is "decode" or "prefill"; `floors_us` holds the shortest time that the step's bytes and
     operations allow on this machine, or None where no ceiling was measured. Verdicts and latency
@@ -41,7 +41,7 @@ def decide(
             return Decision(
                 status=Status.REJECTED,
                 reason=f"{name} of {pair.candidate_us:.1f} us is below the floor of {floor:.1f} us "
-                "that its bytes and operations allow: the measurement is wrong, or work was skipped",
+                "that its bytes and operations allow: a wrong measurement, or skipped work",
             )
     gain = measured.pop(target)
     if not is_faster(gain):

@@ -140,7 +140,8 @@ class Workload:
             raise UserError(
                 f"{self.name} {self.preset} needs {self.weight_bytes / 2**30:.1f} GiB for its "
                 f"weights and {caches / 2**30:.1f} GiB for KV caches, {self.device} has "
-                f"{free / 2**30:.1f} GiB free; choose another preset: {', '.join(self.file.configs)}"
+                f"{free / 2**30:.1f} GiB free; choose another target or preset: "
+                + ", ".join(self.file.configs)
             )
 
     def cache_bytes(self, target: Target) -> int:
