@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from reference.beam import Beam, BeamConfig
 
@@ -63,32 +63,3 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Our mask [B, T, S] bool as transformers' [B, 1, T, S]: zero, or the lowest finite value."""
     hidden = torch.finfo(dtype).min
     return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, hidden)[:, None]
-
-
-class Recorder:
-    """What each layer of the published model was given, chose and returned, call by call."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.inputs: list[list[Tensor]] = []
-        self.outputs: list[list[Tensor]] = []
-        self.routes: list[dict[int, Tensor]] = []
-        for i, layer in enumerate(model.model.layers):  # type: ignore[union-attr]
-            layer.register_forward_hook(self._layer)
-            if hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.register_forward_hook(self._router(i))
-
-    def step(self) -> None:
-        """Call before each step."""
-        self.inputs.append([])
-        self.outputs.append([])
-        self.routes.append({})
-
-    def _layer(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        self.inputs[-1].append(args[0])
-        self.outputs[-1].append(output)
-
-    def _router(self, index: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-            self.routes[-1][index] = output[2]
-
-        return hook

@@ -6,13 +6,12 @@ that stand in for the reference's own. There are two such places, and no more.
 (b) The interior of attention: scores, scaled scores, masked scores and probabilities are rounded.
 """
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference.beam import Attend, Beam, MoE, Router
+from reference.beam import Attend, Beam, MoE
+from tests.reference.layerwise import force
 
 
 class PublishedMoE(nn.Module):
@@ -47,29 +46,12 @@ class PublishedAttend(Attend):
         return (weights @ v).transpose(1, 2)
 
 
-class ForcedRouter(nn.Module):
-    """A router whose choice is made for it: `experts` [N, K]; the weights are still its own."""
-
-    def __init__(self, router: Router) -> None:
-        super().__init__()
-        self.weight = router.weight
-        self.e_score_correction_bias = router.e_score_correction_bias
-        self.experts: Tensor | None = None
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.experts is not None
-        scores = torch.sigmoid(F.linear(x.float(), self.weight)).gather(-1, self.experts)
-        return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20), self.experts
-
-
 def as_published(model: Beam, *, combine: bool = True, attention: bool = True) -> Beam:
     """A copy of `model` with the published roundings, and routers that must be forced."""
-    other = copy.deepcopy(model)
+    other = force(model)
     for layer in other.model.layers:
         if attention:
             layer.self_attn.attend = PublishedAttend(layer.self_attn.attend.scale)
-        if isinstance(layer.mlp, MoE):
-            layer.mlp.gate = ForcedRouter(layer.mlp.gate)
-            if combine:
-                layer.mlp = PublishedMoE(layer.mlp)
+        if combine and isinstance(layer.mlp, MoE):
+            layer.mlp = PublishedMoE(layer.mlp)
     return other
