@@ -82,7 +82,7 @@ class Attend(nn.Module):
     S positions and see what is not after them.
     """
 
-    region = "attention"
+    region = "attend"
 
     def __init__(self, scale: float) -> None:
         super().__init__()
