@@ -1,0 +1,139 @@
+"""Timing steps: alone, against each other, and against themselves.
+
+A step timed alone drifts with the machine, so a change is judged in interleaved pairs, base,
+candidate, candidate, base; what pairs of the same step show (A/A) is what no change may claim.
+Times are microseconds. Whole steps read more weights than an L2 holds and are timed as they come;
+single regions are timed with a cold L2, as they would find it in a step.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from harness.ceilings import floor_us
+from harness.clock import Clock, disagreement, empty_us, quiet, slope_us
+from harness.records import Ceilings, Paired, Timing
+from harness.stats import abba_differences, median, median_interval, null_effect
+from harness.step import Mode, Step, default_mode, device_of
+
+__all__ = [
+    "Step",
+    "compare",
+    "default_mode",
+    "disagreement",
+    "empty_us",
+    "floor_us",
+    "require_possible",
+    "slope_us",
+    "smallest_effect",
+    "time_call",
+    "time_step",
+]
+
+WARM_SHARE = 0.2  # of a budget, at most, goes to warming up
+BATCH_S = 0.05  # samples enqueued before the host waits for them
+MIN_PAIRS = 5
+MAX_SAMPLES = 4096
+
+
+class ImpossibleTimeError(Exception):
+    """A time that the machine's own ceilings rule out: work was skipped, or the clock is wrong."""
+
+
+def time_step(
+    step: Step, *, budget_s: float = 2.0, min_samples: int = 5, cold_l2: bool = False
+) -> Timing:
+    """The time of one run: samples until `budget_s` is used, at least `min_samples`."""
+    samples = _sample([step], budget_s, min_samples, cold_l2)
+    return _timing(samples)
+
+
+def compare(
+    base: Step,
+    candidate: Step,
+    mde_us: float,
+    *,
+    budget_s: float = 4.0,
+    min_pairs: int = MIN_PAIRS,
+    cold_l2: bool = False,
+) -> Paired:
+    """Time `candidate` against `base` in interleaved pairs, at least `min_pairs`.
+
+    `mde_us` is what `smallest_effect` found for `base` under the same budget. Should these very
+    pairs scatter more than the A/A pairs did (another process woke up), the record's `mde_us` is
+    what their own scatter gives.
+    """
+    samples = _sample([base, candidate, candidate, base], budget_s, min_pairs, cold_l2)
+    differences = abba_differences(samples)
+    gain = median(differences)
+    base_times = samples[0::4] + samples[3::4]
+    candidate_times = samples[1::4] + samples[2::4]
+    return Paired(
+        base_us=median(base_times),
+        candidate_us=median(candidate_times),
+        candidate_interval_us=median_interval(candidate_times),
+        gain_us=gain,
+        gain_interval_us=median_interval(differences),
+        mde_us=max(mde_us, null_effect(differences - gain)),
+        pairs=len(differences),
+    )
+
+
+def smallest_effect(
+    step: Step, *, budget_s: float = 4.0, min_pairs: int = MIN_PAIRS, cold_l2: bool = False
+) -> float:
+    """The smallest gain, in us, that `compare` under the same budget can tell from none.
+
+    A/A: `step` is compared with its own twin (`Step.twin`); the result is the larger of the
+    difference that they showed and the high quantile of what their pairs show with random signs.
+    """
+    with step.twin() as twin:
+        samples = _sample([step, twin, twin, step], budget_s, min_pairs, cold_l2)
+    differences = abba_differences(samples)
+    return max(abs(median(differences)), null_effect(differences))
+
+
+def time_call(
+    function: Callable[..., Any], *args: Any, budget_s: float = 0.2, cold_l2: bool = True
+) -> float:
+    """The median us of `function(*args)`: on CUDA captured in a graph, with a cold L2."""
+    mode: Mode = default_mode(device_of(function, args))
+    with Step(function, args, mode) as step:
+        return time_step(step, budget_s=budget_s, cold_l2=cold_l2).median_us
+
+
+def require_possible(
+    what: str, time_us: float, *, nbytes: int, flops: int, ceilings: Ceilings
+) -> None:
+    """Raise ImpossibleTimeError if `time_us` is less than `nbytes` or `flops` (BF16) take.
+
+    Only for work whose data cannot stay in a cache from one run to the next.
+    """
+    least = floor_us(nbytes, flops, ceilings)
+    if time_us < least:
+        raise ImpossibleTimeError(
+            f"{what} took {time_us:.1f} us, but its {nbytes / 1e9:.3g} GB and "
+            f"{flops / 1e12:.3g} TFLOP need {least:.1f} us on {ceilings.device_name}"
+        )
+
+
+def _sample(round_: list[Step], budget_s: float, min_rounds: int, cold_l2: bool) -> list[float]:
+    """Times of whole rounds of steps in order, after a warm-up."""
+    clock = Clock(round_[0].device, cold_l2=cold_l2)
+    started = time.perf_counter()
+    with quiet():
+        round_us = clock.warm_up(round_, limit_s=WARM_SHARE * budget_s)
+        at_once = max(1, int(BATCH_S * 1e6 / max(round_us, 1.0)))
+        at_most = MAX_SAMPLES // len(round_)
+        samples: list[float] = []
+        while (rounds := len(samples) // len(round_)) < at_most:
+            if rounds >= min_rounds and time.perf_counter() - started > budget_s:
+                break
+            samples += clock.take(round_ * min(at_once, at_most - rounds))
+    return samples
+
+
+def _timing(samples: list[float]) -> Timing:
+    return Timing(
+        median_us=median(samples), interval_us=median_interval(samples), samples=len(samples)
+    )

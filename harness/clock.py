@@ -1,0 +1,147 @@
+"""Taking times: of steps one by one from inside the stream, and of many from outside.
+
+On CUDA a time lies between two events around a step; on a CPU it is `time.perf_counter_ns`. All
+times are in microseconds.
+"""
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from harness.records import Timing
+from harness.stats import median, median_interval
+from harness.step import Step
+
+CYCLES_PER_US = 2000  # no SM clocks faster than about 2 GHz, so a cover lasts at least as long
+FLUSH_FACTOR = 2  # a buffer of twice the L2 leaves nothing of the step's data in it
+SETTLED = 0.02  # warm-up ends when the medians of two windows in a row are this close
+WINDOW = 5  # samples of a warm-up window
+WARM_RUNS = 3  # before a slope, to learn how many runs fit
+SLOPES = 5  # repetitions of the N and 2 N measurement
+
+
+class Clock:
+    """Times steps on one device, with a cold L2 on request (a CPU's caches stay as they are)."""
+
+    def __init__(self, device: torch.device, *, cold_l2: bool = False) -> None:
+        self.device = device
+        self.buffer: torch.Tensor | None = None
+        if cold_l2 and device.type == "cuda":
+            size = FLUSH_FACTOR * torch.cuda.get_device_properties(device).L2_cache_size
+            self.buffer = torch.empty(size, dtype=torch.int8, device=device)
+
+    def take(self, steps: Sequence[Step]) -> list[float]:
+        """Run `steps` in order and return how long each took, in us."""
+        if self.device.type == "cuda":
+            return self._take_cuda(steps)
+        times = []
+        for step in steps:
+            start = time.perf_counter_ns()
+            step()
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        return times
+
+    def _take_cuda(self, steps: Sequence[Step]) -> list[float]:
+        """Enqueue all, then wait once. Before a graph the stream is kept busy for as long as the
+        host needs to launch it, so that the events enclose the replay alone; an eager step's launch
+        time is part of what it takes."""
+        pairs = []
+        with torch.cuda.device(self.device):
+            for step in steps:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                if self.buffer is not None:
+                    self.buffer.zero_()
+                if step.mode == "graph":
+                    torch.cuda._sleep(int(2 * step.launch_us * CYCLES_PER_US))
+                start.record()
+                step()
+                end.record()
+                pairs.append((start, end))
+            torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in pairs]
+
+    def warm_up(self, steps: Sequence[Step], limit_s: float) -> float:
+        """Run `steps` until their times settle, at most `limit_s`; returns the last us of one round
+        of `steps`."""
+        deadline = time.perf_counter() + limit_s
+        before = float("inf")
+        while True:
+            rounds = []
+            for _ in range(WINDOW):
+                rounds.append(sum(self.take(steps)))
+                if time.perf_counter() > deadline:
+                    break
+            now = median(rounds)
+            if abs(now - before) <= SETTLED * now or time.perf_counter() > deadline:
+                return now
+            before = now
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No garbage collection while timing."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def slope_us(step: Step, *, budget_s: float = 1.0) -> Timing:
+    """The time of one run of `step`, from outside: wall time of 2 N runs less that of N, over N.
+
+    What a run costs only once (waiting, starting the first) cancels; nothing that a candidate could
+    patch inside the stream, such as its events, is used.
+    """
+
+    def wall_us(count: int) -> float:
+        _wait(step.device)
+        start = time.perf_counter_ns()
+        for _ in range(count):
+            step()
+        _wait(step.device)
+        return (time.perf_counter_ns() - start) / 1e3
+
+    with quiet():
+        once = median([wall_us(1) for _ in range(WARM_RUNS)])
+        count = max(1, int(budget_s * 1e6 / (3 * SLOPES * once)))
+        slopes = [(wall_us(2 * count) - wall_us(count)) / count for _ in range(SLOPES)]
+    return Timing(
+        median_us=median(slopes), interval_us=median_interval(slopes), samples=3 * SLOPES * count
+    )
+
+
+def disagreement(inside: Timing, outside: Timing, *, gap_us: float) -> str | None:
+    """Why the time from inside (events) and the slope from outside cannot both be true, or None.
+
+    They agree if their intervals overlap, where each replay may start up to `gap_us` (what timing
+    the smallest possible kernel shows, `empty_us`) later when it is timed alone than in a row.
+    """
+    low, high = inside.interval_us[0] - gap_us, inside.interval_us[1]
+    if outside.interval_us[0] <= high and outside.interval_us[1] >= low:
+        return None
+    return (
+        f"timed inside {inside.median_us:.1f} us [{inside.interval_us[0]:.1f}, {high:.1f}], "
+        f"from outside {outside.median_us:.1f} us "
+        f"[{outside.interval_us[0]:.1f}, {outside.interval_us[1]:.1f}]"
+    )
+
+
+def empty_us(device: torch.device, *, samples: int = 50) -> float:
+    """What the clock shows for a step that does next to nothing: one element incremented."""
+    mode = "graph" if device.type == "cuda" else "eager"
+    with Step(torch.Tensor.add_, (torch.zeros(1, device=device), 1), mode) as step, quiet():
+        clock = Clock(device)
+        clock.warm_up([step], limit_s=0.1)
+        return median(clock.take([step] * samples))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
