@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.reference import oracle, small
+from tests.reference.golden import attention_fp64
 from tests.reference.noise import assert_within, permutation, within
 from tests.reference.oracle import published_beam
 from tests.reference.published_rounding import PublishedAttend, PublishedMoE
@@ -69,11 +70,3 @@ def test_attention_interior_is_the_only_difference_of_attention() -> None:
     assert not within(spec(q, k, v, mask), emulated, reordered())
     golden = attention_fp64(q, k, v, mask, spec.scale)
     assert (spec(q, k, v, mask) - golden).norm() < (theirs - golden).norm()
-
-
-def attention_fp64(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    share = q.shape[2] // k.shape[2]
-    wide_k, wide_v = (y.double().repeat_interleave(share, dim=2) for y in (k, v))
-    scores = torch.einsum("bthd,bshd->bhts", q.double(), wide_k) * scale
-    weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(dim=-1)
-    return torch.einsum("bhts,bshd->bthd", weights, wide_v)
