@@ -1,0 +1,187 @@
+"""What the reports compute from a run: speed-ups, predictions against results, layers compared."""
+
+from dataclasses import dataclass
+from statistics import median
+
+from harness.records import (
+    Attempt,
+    Baseline,
+    KernelRow,
+    LayerMap,
+    Paired,
+    PointReport,
+    Status,
+    Timing,
+    Verdict,
+)
+from reports.run import Run
+
+NOT_VISIBLE = "not visible"
+BASELINE_TITLES = {
+    "eager": "plain PyTorch, eager",
+    "graph": "plain PyTorch, one CUDA graph",
+    "compile": "torch.compile",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """How many times faster. The interval combines the far ends of both medians' intervals, so it
+    is wider than one from paired runs would be."""
+
+    value: float
+    interval: tuple[float, float]
+
+
+def ratio(base: Timing, after: Timing) -> Ratio:
+    low, high = after.interval_us
+    return Ratio(
+        value=base.median_us / after.median_us,
+        interval=(base.interval_us[0] / high, base.interval_us[1] / low),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineRow:
+    """One baseline beside the result; without figures `baseline.absent` says why."""
+
+    title: str
+    baseline: Baseline
+    decode: Ratio | None
+    prefill: Ratio | None
+
+
+def baseline_rows(run: Run) -> list[BaselineRow]:
+    after, rows = run.after, []
+    for name, baseline in run.baselines.items():
+        decode, prefill = baseline.decode, baseline.prefill
+        rows.append(
+            BaselineRow(
+                title=BASELINE_TITLES.get(name, name),
+                baseline=baseline,
+                decode=ratio(decode, after.decode) if decode and after else None,
+                prefill=ratio(prefill, after.prefill) if prefill and after else None,
+            )
+        )
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Gain per decode step, as predicted from the trace and as measured."""
+
+    attempt: Attempt
+    predicted_us: float
+    realised_us: float
+
+    @property
+    def error_us(self) -> float:
+        return abs(self.predicted_us - self.realised_us)
+
+
+def predictions(run: Run) -> list[Prediction]:
+    """Every change with both figures, in the order tried."""
+    return [
+        Prediction(attempt=a, predicted_us=a.predicted_us, realised_us=a.latency.decode.gain_us)
+        for a in run.changes()
+        if a.predicted_us is not None and a.latency is not None
+    ]
+
+
+def median_error_us(run: Run) -> float | None:
+    """The median of |predicted - realised|, or None where nothing was measured."""
+    errors = [p.error_us for p in predictions(run)]
+    return median(errors) if errors else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Where the model stands once one change was tried; `tried_us` is the candidate's own time."""
+
+    label: str
+    status: Status | None  # None: the model before any change
+    level: Timing | None  # None: as before
+    tried_us: float | None
+
+
+def steps(run: Run, kind: str) -> list[Step]:
+    """The path of `kind` ("decode" or "prefill") over all changes, from the unchanged model on."""
+    before = run.before(kind)
+    if before is None:
+        return []
+    path = [Step(label="start", status=None, level=getattr(before, kind), tried_us=None)]
+    measured = {m.name: m for m in run.measured}
+    for attempt in run.changes():
+        paired: Paired | None = getattr(attempt.latency, kind) if attempt.latency else None
+        level = None
+        if attempt.status is Status.KEPT and attempt.name in measured:
+            level = getattr(measured[attempt.name], kind)
+        elif attempt.status is Status.KEPT and paired is not None:
+            # Killed after the decision and before the model was timed again.
+            level = Timing(
+                median_us=paired.candidate_us,
+                interval_us=paired.candidate_interval_us,
+                samples=paired.pairs,
+            )
+        tried = paired.candidate_us if paired else None
+        path.append(
+            Step(label=str(attempt.index), status=attempt.status, level=level, tried_us=tried)
+        )
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPair:
+    """One layer of a kind before and after; a side that was not captured is empty."""
+
+    kind: str
+    module: str
+    before: tuple[KernelRow, ...]
+    after: tuple[KernelRow, ...]
+
+
+def layer_pairs(run: Run) -> list[LayerPair]:
+    sides: dict[str, dict[str, LayerMap]] = {}
+    for when, maps in run.layers.items():
+        for layer in maps:
+            sides.setdefault(layer.kind, {})[when] = layer
+    empty: tuple[KernelRow, ...] = ()
+    return [
+        LayerPair(
+            kind=kind,
+            module=next(iter(side.values())).module,
+            before=side["before"].kernels if "before" in side else empty,
+            after=side["after"].kernels if "after" in side else empty,
+        )
+        for kind, side in sides.items()
+    ]
+
+
+def launches(rows: tuple[KernelRow, ...]) -> int:
+    return sum(row.calls for row in rows)
+
+
+def time_us(rows: tuple[KernelRow, ...]) -> float:
+    return sum(row.time_us for row in rows)
+
+
+def verdicts(attempt: Attempt) -> list[Verdict]:
+    return [v for v in (attempt.region_verdict, attempt.model_verdict) if v is not None]
+
+
+def broken_points(verdict: Verdict) -> list[PointReport]:
+    """The rounding points where the candidate does something else than its contract declares."""
+    return [p for p in verdict.points if p.observed not in (p.declared, NOT_VISIBLE)]
+
+
+def describe_point(point: PointReport) -> str:
+    return (
+        f"rounding point {point.point} ({point.operator}, {point.source}): declared "
+        f"{point.declared}, observed {point.observed}"
+    )
+
+
+def describe_verdict(verdict: Verdict) -> str:
+    outcome = "passed" if verdict.passed else f"failed: {verdict.reason}"
+    cases = "1 case" if verdict.cases == 1 else f"{verdict.cases} cases"
+    return f"{verdict.scope} verdict on {cases} (seed {verdict.seed}) {outcome}"

@@ -1,0 +1,149 @@
+"""What both reports show, and the template environment that shows it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from harness.records import Status, Timing
+from reports import figures, text
+from reports.run import Run
+
+KINDS = ("decode", "prefill")
+SECTIONS = (
+    (Status.KEPT, "What was kept, and why", "Nothing was kept."),
+    (Status.REJECTED, "What was rejected, and why", "Nothing was rejected."),
+    (Status.FAILED, "What failed", "Nothing failed before it could be judged."),
+)
+
+
+def environment(*, autoescape: bool) -> Environment:
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = (
+        text.time,
+        text.interval,
+        text.path,
+        text.number,
+        text.factor,
+        text.factor_interval,
+        text.share,
+        text.percent,
+        text.count,
+        text.date,
+        text.knobs,
+    )
+    templates.filters.update({words.__name__: words for words in filters})
+    if autoescape:  # HTML: keep a figure and its unit on one line
+        for words in (text.time, text.interval, text.path):
+            templates.filters[words.__name__] = _unbroken(words)
+    templates.filters["cell"] = cell
+    templates.filters["capitalize_first"] = lambda words: words[:1].upper() + words[1:]
+    return templates
+
+
+def _unbroken(words: Callable[..., str]) -> Callable[..., str]:
+    return lambda *given: words(*given).replace(" ", "\u00a0")
+
+
+def cell(value: object) -> str:
+    """Text that is safe inside a Markdown table: no pipes, line breaks or tags."""
+    line = " ".join(str(value).split())
+    for raw, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|")):
+        line = line.replace(raw, safe)
+    return line
+
+
+def context(run: Run) -> dict[str, Any]:
+    """Everything a template needs, computed."""
+    header, here = run.header, run.environment
+    return {
+        "run": run,
+        "title": f"{Path(header.model).stem} {header.preset}, {header.target}",
+        "device": text.device(
+            header.device,
+            here.device_name if here else None,
+            here.cpu_threads if here else None,
+        ),
+        "state": state(run),
+        "after_words": "with the kept changes" if run.finished else "after the last kept change",
+        "kinds": KINDS,
+        "workload": {k: header.workload.get(k, "").removeprefix(f"{k} ") for k in KINDS},
+        "titles": figures.BASELINE_TITLES,
+        "sections": SECTIONS,
+        "baselines": figures.baseline_rows(run),
+        "predictions": figures.predictions(run),
+        "median_error_us": figures.median_error_us(run),
+        "layers": figures.layer_pairs(run),
+        "launch_word": "kernel" if header.device == "cuda" else "operator call",
+        "facts": facts(run),
+        "launches": figures.launches,
+        "time_us": figures.time_us,
+        "verdicts": figures.verdicts,
+        "broken_points": figures.broken_points,
+        "describe_point": figures.describe_point,
+        "describe_verdict": figures.describe_verdict,
+    }
+
+
+def state(run: Run) -> str | None:
+    """How the run stands if it did not come to its own end, in a sentence."""
+    resume = f"continue it with --resume {run.directory}"
+    if run.stopped == "budget":
+        return f"The budget stopped this run; {resume}."
+    if run.stopped == "interrupted":
+        return f"This run was interrupted; {resume}."
+    if run.stopped is None:
+        return f"This run is unfinished: its ledger ends at {text.date(run.ended_s)}; {resume}."
+    return None
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """What was run, on what, and what that machine can do, as names and values."""
+    header, rows = run.header, []
+    rows.append(("Model", f"{header.model}, preset {header.preset}, seed {header.seed}"))
+    rows.append(("Target", f"{header.target}; proposer {header.proposer}"))
+    rows += [(f"Timed as {kind}", words) for kind, words in header.workload.items()]
+    given = {name: value for name, value in header.options.items() if value is not None}
+    rows.append(("Options", text.settings(given)))
+    if (here := run.environment) is not None:
+        gpu = [
+            here.gpu_uuid,
+            f"driver {here.driver}" if here.driver else None,
+            f"SM {here.sm_clock_mhz} MHz" if here.sm_clock_mhz else None,
+            f"memory {here.memory_clock_mhz} MHz" if here.memory_clock_mhz else None,
+            f"{here.power_w:.0f} W" if here.power_w is not None else None,
+            f"{here.temperature_c} °C" if here.temperature_c is not None else None,
+        ]
+        rows.append(("Device", here.device_name))
+        if known := [part for part in gpu if part]:
+            rows.append(("GPU", ", ".join(known)))
+        versions = {"Python": here.python, "torch": here.torch, "Triton": here.triton,
+                    "CUDA": here.cuda}  # fmt: skip
+        rows.append(("Software", ", ".join(f"{n} {v}" for n, v in versions.items() if v)))
+        rows.append(("CPU threads", str(here.cpu_threads)))
+        rows.append(("Commit", here.git_commit or "not in a git checkout"))
+    if (top := run.ceilings) is not None:
+        limits = (
+            f"read {text.number(top.read_gb_per_s, 3)} GB/s",
+            f"copy {text.number(top.copy_gb_per_s, 3)} GB/s",
+            f"BF16 {text.number(top.bf16_tflop_per_s, 3)} TFLOP/s",
+            f"FP32 {text.number(top.fp32_tflop_per_s, 3)} TFLOP/s",
+            f"smallest launch {text.time(top.launch_us, 3)}",
+        )
+        rows.append(("Ceilings, measured", ", ".join(limits)))
+    for name, us in run.effect.items():
+        kind = name.removesuffix("_us")
+        rows.append((f"Smallest detectable effect, {kind}", text.time(us, 3)))
+    if run.final is not None:
+        for name, timing in run.final.other_targets.items():
+            measured = isinstance(timing, Timing)
+            words = text.time(timing.median_us) if measured else f"not measured: {timing}"
+            rows.append((f"At the end, {name}", words))
+    return rows

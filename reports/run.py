@@ -1,0 +1,272 @@
+"""A run as the reports see it: a typed view over its ledger, without torch and without a GPU."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.ledger import Event, Ledger
+from harness.records import (
+    Attempt,
+    Baseline,
+    Ceilings,
+    Environment,
+    KernelRow,
+    LayerMap,
+    Proposal,
+    Status,
+    Timing,
+)
+
+BASELINES = ("eager", "graph", "compile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What the run was asked to do; `workload` describes the timed steps by "decode", "prefill"."""
+
+    target: str
+    model: str
+    preset: str
+    device: str  # "cpu" or "cuda"
+    seed: int
+    proposer: str
+    options: dict[str, Any]
+    workload: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The kernels of one decode step in launch order, and how far the profile can be trusted."""
+
+    rows: tuple[KernelRow, ...]
+    step_us: float | None  # the step unprofiled
+    profiled_step_us: float | None
+    attributed_share: float | None  # share of device time with a module and a source line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The model as it stands, timed on its own; `name` is the change that was kept last, or ""."""
+
+    name: str
+    decode: Timing
+    prefill: Timing
+    other_targets: dict[str, Timing | str] = field(default_factory=dict)  # or why it has no figure
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything a ledger holds. What has not happened yet is None or empty.
+
+    Of what a continued run measures again the latest counts. `anchors` holds the unchanged model
+    timed again at the start of each continued session: they show whether the machine drifted.
+    """
+
+    directory: Path
+    header: Header
+    started_s: float  # Unix seconds of the first and the last event
+    ended_s: float
+    sessions: int = 1
+    environments: list[Environment] = field(default_factory=list)
+    ceilings: Ceilings | None = None
+    baseline_history: list[Baseline] = field(default_factory=list)
+    anchors: list[Measured] = field(default_factory=list)
+    effect: dict[str, float] = field(default_factory=dict)  # "decode_us", "prefill_us"
+    kernels: dict[str, Kernels] = field(default_factory=dict)  # "before", "after"
+    layers: dict[str, tuple[LayerMap, ...]] = field(default_factory=dict)  # "before", "after"
+    rankings: list[tuple[Proposal, ...]] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+    final: Measured | None = None
+    stopped: str | None = None  # "done", "budget", "interrupted"; None: not stopped by itself
+    in_progress: str | None = None  # a change that was started and has no outcome
+
+    @classmethod
+    def load(cls, directory: Path) -> "Run":
+        """Read the ledger in `directory`; UserError if it is no run, another schema, or damaged."""
+        ledger = Ledger.open(Path(directory))
+        run: Run | None = None
+        for number, event in enumerate(_events(ledger), start=1):
+            try:
+                if run is None:
+                    run = cls._begin(ledger.directory, event)
+                else:
+                    run._add(event)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+                raise UserError(
+                    f"{ledger.path}:{number} is not a valid {event.kind!r} event ({what}); "
+                    "restore the file, or start a new run"
+                ) from error
+        if run is None:
+            raise UserError(f"{ledger.path} is empty; start a new run")
+        return run
+
+    @classmethod
+    def _begin(cls, directory: Path, event: Event) -> "Run":
+        names = ("target", "model", "preset", "device", "seed", "proposer")
+        header = Header(
+            **{name: event.data[name] for name in names},
+            options=dict(event.data.get("options") or {}),
+            workload=dict(event.data.get("workload") or {}),
+        )
+        time_s = event.time_s
+        return cls(directory=directory, header=header, started_s=time_s, ended_s=time_s)
+
+    def _add(self, event: Event) -> None:
+        self.ended_s = event.time_s
+        if (read := _READERS.get(event.kind)) is not None:
+            read(self, event.data)
+
+    @property
+    def environment(self) -> Environment | None:
+        return self.environments[-1] if self.environments else None
+
+    @property
+    def finished(self) -> bool:
+        return self.final is not None
+
+    @property
+    def baselines(self) -> dict[str, Baseline]:
+        """The latest of each, plain eager first; one without figures never hides one with."""
+        latest: dict[str, Baseline] = {}
+        for baseline in self.baseline_history:
+            if baseline.decode is not None or baseline.name not in latest:
+                latest[baseline.name] = baseline
+        order = [n for n in BASELINES if n in latest] + [n for n in latest if n not in BASELINES]
+        return {name: latest[name] for name in order}
+
+    def before(self, kind: str) -> Baseline | None:
+        """The unchanged model run as its candidates are: on a GPU decode replays a CUDA graph,
+        everything else runs eagerly. `kind` is "decode" or "prefill"."""
+        in_graph = self.header.device == "cuda" and kind == "decode"
+        names = ("graph", "eager") if in_graph else ("eager", "graph")
+        timed = {n: b for n, b in self.baselines.items() if getattr(b, kind) is not None}
+        return next((timed[name] for name in names if name in timed), None)
+
+    @property
+    def after(self) -> Measured | None:
+        """The model at the end, or, in an unfinished run, after the last change kept so far."""
+        return self.final or (self.measured[-1] if self.measured else None)
+
+    def changes(self, status: Status | None = None) -> list[Attempt]:
+        """The attempts that were no controls, in order, all or those of one status."""
+        real = [a for a in self.attempts if a.control is None]
+        return [a for a in real if status is None or a.status is status]
+
+    @property
+    def controls(self) -> list[Attempt]:
+        return [a for a in self.attempts if a.control is not None]
+
+    def hypothesis(self, attempt: Attempt) -> str | None:
+        """What the proposer expected of the attempt, from the latest ranking that names it."""
+        for ranking in reversed(self.rankings):
+            for proposal in ranking:
+                if (proposal.change, proposal.backend) == (attempt.name, attempt.backend):
+                    return proposal.hypothesis
+        return None
+
+
+def _events(ledger: Ledger) -> Iterable[Event]:
+    try:
+        yield from ledger.events()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"cannot read {ledger.path}: {error}; restore the file, or start a new run"
+        ) from error
+
+
+def _environment(run: Run, data: dict[str, Any]) -> None:
+    run.environments.append(Environment.from_json(data))
+
+
+def _ceilings(run: Run, data: dict[str, Any]) -> None:
+    run.ceilings = Ceilings.from_json(data)
+
+
+def _baseline(run: Run, data: dict[str, Any]) -> None:
+    run.baseline_history.append(Baseline.from_json(data))
+
+
+def _effect(run: Run, data: dict[str, Any]) -> None:
+    run.effect = {name: float(value) for name, value in data.items()}
+
+
+def _kernels(run: Run, data: dict[str, Any]) -> None:
+    run.kernels[data["when"]] = Kernels(
+        rows=tuple(KernelRow.from_json(row) for row in data["rows"]),
+        step_us=data.get("step_us"),
+        profiled_step_us=data.get("profiled_step_us"),
+        attributed_share=data.get("attributed_share"),
+    )
+
+
+def _layers(run: Run, data: dict[str, Any]) -> None:
+    run.layers[data["when"]] = tuple(LayerMap.from_json(m) for m in data["maps"])
+
+
+def _proposals(run: Run, data: dict[str, Any]) -> None:
+    run.rankings.append(tuple(Proposal.from_json(p) for p in data["proposals"]))
+
+
+def _started(run: Run, data: dict[str, Any]) -> None:
+    run.in_progress = data["name"]
+
+
+def _attempt(run: Run, data: dict[str, Any]) -> None:
+    run.attempts.append(Attempt.from_json(data))
+    run.in_progress = None
+
+
+def _measured(run: Run, data: dict[str, Any]) -> None:
+    kept = run.changes(Status.KEPT)
+    run.measured.append(_timed(data, kept[-1].name if kept else ""))
+
+
+def _anchor(run: Run, data: dict[str, Any]) -> None:
+    run.anchors.append(_timed(data))
+
+
+def _final(run: Run, data: dict[str, Any]) -> None:
+    run.final = _timed(data)
+
+
+def _timed(data: dict[str, Any], name: str = "") -> Measured:
+    others = (data.get("other_targets") or {}).items()
+    return Measured(
+        name=name,
+        decode=Timing.from_json(data["decode"]),
+        prefill=Timing.from_json(data["prefill"]),
+        other_targets={n: v if isinstance(v, str) else Timing.from_json(v) for n, v in others},
+    )
+
+
+def _stopped(run: Run, data: dict[str, Any]) -> None:
+    run.stopped = data["reason"]
+
+
+def _resumed(run: Run, data: dict[str, Any]) -> None:
+    """What ended the earlier session is no longer how the run stands."""
+    _environment(run, data)
+    run.sessions += 1
+    run.stopped = run.final = run.in_progress = None
+
+
+_READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
+    "environment": _environment,
+    "ceilings": _ceilings,
+    "baseline": _baseline,
+    "anchor": _anchor,
+    "effect": _effect,
+    "kernels": _kernels,
+    "layers": _layers,
+    "proposals": _proposals,
+    "started": _started,
+    "attempt": _attempt,
+    "measured": _measured,
+    "final": _final,
+    "stopped": _stopped,
+    "resumed": _resumed,
+}

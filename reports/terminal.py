@@ -1,0 +1,131 @@
+"""The closing table of a run on the terminal: one line per change, then the headline."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.records import Attempt, Status
+from reports import figures, text
+from reports.render import KINDS, context
+from reports.run import Run
+
+STYLES = {Status.KEPT: "green", Status.REJECTED: "yellow", Status.FAILED: "red"}
+HEADINGS = ("", "change", "backend", "predicted", "realised", "decode", "prefill")
+NUMERIC = frozenset(HEADINGS[3:])
+REASON = "reason"
+PLAIN = str.maketrans({"µ": "u", "→": "->", "×": "x", text.NONE: "-", text.MINUS: "-"})
+ROOM_FOR_REASONS = 150  # columns; a narrower terminal gets them below the table
+
+
+def print_run(run: Run | Path, console: Console | None = None) -> None:
+    """Print the changes of `run` (a run, or its directory): a table on a terminal, plain columns
+    with one line per change elsewhere. Colours follow the console, and so NO_COLOR."""
+    console = console or Console()
+    run = run if isinstance(run, Run) else Run.load(run)
+    if console.is_terminal:
+        _print_table(run, console)
+    else:
+        _print_columns(run, console)
+    for line in headline(run):
+        _print(console, line)
+
+
+def cells(attempt: Attempt) -> list[str]:
+    """One change as words, in the order of HEADINGS."""
+    latency = attempt.latency
+    realised = decode = prefill = text.NONE
+    if latency is not None:
+        gain = latency.decode
+        realised = f"{text.time(gain.gain_us, 3)} {text.interval(gain.gain_interval_us, 3)}"
+        decode = text.time(latency.decode.candidate_us)
+        prefill = text.time(latency.prefill.candidate_us)
+    predicted = text.time(attempt.predicted_us, 3)
+    return [attempt.status, attempt.name, attempt.backend, predicted, realised, decode, prefill]
+
+
+def headline(run: Run) -> list[str]:
+    """Where and what ran, then decode and prefill before and after, beside every baseline."""
+    facts = context(run)
+    lines = [f"{facts['title']}. {facts['device']}"]
+    for kind in KINDS:
+        before, after = run.before(kind), run.after
+        if before is None:
+            lines.append(f"{kind}: not measured")
+            continue
+        start = getattr(before, kind)
+        if after is None:
+            lines.append(f"{kind}: {text.time(start.median_us)}, nothing kept")
+            continue
+        end = getattr(after, kind)
+        moved = text.path(start.median_us, end.median_us)
+        lines.append(f"{kind}: {moved} {text.interval(end.interval_us)}; {_versus(run, kind)}")
+    if (error := figures.median_error_us(run)) is not None:
+        lines.append(f"median of |predicted - realised|: {text.time(error, 3)}")
+    refused = sum(c.status is Status.REJECTED for c in run.controls)
+    lines.append(f"controls: {refused} of {len(run.controls)} refused")
+    if facts["state"]:
+        lines.append(facts["state"])
+    return lines
+
+
+def _versus(run: Run, kind: str) -> str:
+    parts = []
+    for row in figures.baseline_rows(run):
+        name, ratio = row.baseline.name, getattr(row, kind)
+        if ratio is not None:
+            bounds = text.factor_interval(ratio.interval)
+            parts.append(f"{text.factor(ratio.value)} {bounds} {name}")
+        else:
+            parts.append(f"no {name} ({row.baseline.absent or row.baseline.note or 'not timed'})")
+    return "against the baselines " + ", ".join(parts)
+
+
+def _print_table(run: Run, console: Console) -> None:
+    wide = console.width >= ROOM_FOR_REASONS
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in HEADINGS:
+        justify = "right" if heading in NUMERIC else "left"
+        table.add_column(heading, justify=justify, no_wrap=heading != "realised")
+    if wide:
+        table.add_column(REASON, no_wrap=True, overflow="ellipsis", ratio=1)
+    for attempt in run.changes():
+        words = [*cells(attempt), *([_line(attempt.reason)] if wide else [])]
+        shown = [Text(_encodable(console, word)) for word in words]
+        shown[0].stylize(STYLES[attempt.status])
+        table.add_row(*shown)
+    console.print(table)
+    if not wide:
+        for attempt in run.changes():
+            line = _encodable(console, f"{attempt.name}: {_line(attempt.reason)}")
+            console.print(Text(line, style=STYLES[attempt.status]), soft_wrap=True)
+
+
+def _print_columns(run: Run, console: Console) -> None:
+    rows = [[*HEADINGS, REASON]]
+    rows += [[*cells(a), _line(a.reason)] for a in run.changes()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    for row in rows:
+        padded = [
+            word.rjust(width) if heading in NUMERIC else word.ljust(width)
+            for word, width, heading in zip(row, widths, HEADINGS, strict=False)
+        ]
+        _print(console, "  ".join([*padded, row[-1]]))
+
+
+def _print(console: Console, line: str) -> None:
+    """As it is: no markup, no highlighting, and no wrapping at a width that nobody has."""
+    line = _encodable(console, line)
+    console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _encodable(console: Console, words: str) -> str:
+    """`words` in what the terminal can show: "us" and "->" where it knows no Unicode."""
+    if console.encoding.startswith("utf"):
+        return words
+    return words.translate(PLAIN).encode(console.encoding, "replace").decode(console.encoding)
+
+
+def _line(words: str) -> str:
+    return " ".join(words.split())
