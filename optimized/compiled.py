@@ -60,6 +60,7 @@ class Region:
         return result, called
 
     def _backend(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         def compile_inner(*args: Any, **kwargs: Any) -> Any:
@@ -69,8 +70,9 @@ class Region:
             return graph
 
         # AOTAutograd's own cache would return a graph without passing through here.
-        with torch._functorch.config.patch(enable_autograd_cache=False):
-            return compile_fx(module, inputs, compile_inner, config_patches=self.options)
+        with config.patch(enable_autograd_cache=False):
+            run: Any = compile_fx(module, inputs, compile_inner, config_patches=self.options)
+        return run
 
     def _record(self, graph: Any) -> None:
         """Let every run of `graph` leave its inputs and outputs in `self.called`."""
