@@ -10,6 +10,7 @@ a function of its arguments alone. Parameter names are those of the published ch
 """
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ class Layer(nn.Module):
     def forward(
         self, h: Tensor, x: Tensor, step: Step, cache: LayerCache, next_norm: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(residual h, normed input x) -> the same for the next layer; next_norm [D] is its weight."""
+        """(residual h, normed input x) -> the same for the next layer, whose norm is next_norm [D]."""
         y = self.self_attn(x, step, cache)
         norms = self.post_attention_layernorm.weight, self.pre_feedforward_layernorm.weight
         h, x = self.attn_boundary(y, h, *norms)
@@ -153,7 +154,7 @@ class Beam(nn.Module):
         self, ids: Tensor, positions: Tensor, cache: KVCache, logits: str = "last"
     ) -> Tensor:
         step = self.step(positions, cache)
-        layers = self.model.layers
+        layers = cast(list[Layer], list(self.model.layers))
         h = self.model.embed_tokens(ids)
         x = layers[0].input_layernorm(h)
         for i, layer in enumerate(layers):

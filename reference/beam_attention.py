@@ -1,7 +1,7 @@
-"""Beam's attention: sliding layers with RoPE over a ring of keys, full layers with SSMax and no RoPE.
+"""Beam's attention: sliding layers with RoPE over a ring of keys, full layers with SSMax instead.
 
-Shapes: B sequences, T tokens of each in a step, S keys, D hidden, H query heads, Hkv KV heads, d head
-dimension, W window.
+Shapes: B sequences, T tokens of each in a step, S keys, D hidden, H query heads, Hkv KV heads,
+d head dimension, W window.
 """
 
 from typing import NamedTuple

@@ -77,9 +77,10 @@ class Experts(nn.Module):
         every = torch.arange(self.gate_up_proj.shape[0], device=x.device)
         ends = torch.searchsorted(by_expert, every, right=True).to(torch.int32)
         rows = x[order // top_k]
-        gate_up = torch._grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends)
+        grouped = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+        gate_up = grouped(rows, self.gate_up_proj.transpose(1, 2), offs=ends)
         hidden = self.activate(*gate_up.chunk(2, dim=-1))
-        y = torch._grouped_mm(hidden, self.down_proj.transpose(1, 2), offs=ends)
+        y = grouped(hidden, self.down_proj.transpose(1, 2), offs=ends)
         return torch.empty_like(y).index_copy_(0, order, y).view(tokens, top_k, -1)
 
 

@@ -1,4 +1,4 @@
-"""Layers that transformer models share; FP32 inside, one rounding to the tensors' dtype at the end."""
+"""Layers that transformer models share; FP32 inside, rounded once, to the tensors' dtype."""
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,7 @@ class ParallelProjection(nn.Module):
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head: x [B, T, H, d], cos and sin [B, T, d / 2]; FP32, one rounding."""
+    """Rotate the halves of each head, x [B, T, H, d], by cos, sin [B, T, d / 2]: FP32, rounded once."""
     a, b = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

@@ -49,7 +49,8 @@ def load(model: str) -> ModelFile:
         module = importlib.import_module(f"reference.{model.replace('-', '_')}")
     else:
         raise ValueError(
-            f"unknown model {model!r}; known: {', '.join(names())}, or the path of a model file (.py)"
+            f"unknown model {model!r}; known: {', '.join(names())}, "
+            "or the path of a model file (.py)"
         )
     if missing := [name for name in PROTOCOL if not hasattr(module, name)]:
         raise ValueError(

@@ -2,6 +2,7 @@
 scores, and the library's attention kernel with its declared rounding."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,18 +23,22 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def experts_of(model: Any) -> Experts:
+    return model.model.layers[2].mlp.experts
+
+
 @DTYPES
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_gathered_and_grouped_experts_agree(dtype: torch.dtype, tokens: int) -> None:
     model = small.build(dtype)
     c = model.config
-    experts: Experts = model.model.layers[2].mlp.experts
+    experts = experts_of(model)
     x = random(tokens, c.hidden, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     chosen = torch.stack([permutation(c.experts, generator)[: c.top_k] for _ in range(tokens)])
 
     def run(m: beam.Beam, x: Tensor, limit: int) -> Tensor:
-        part: Experts = m.model.layers[2].mlp.experts
+        part = experts_of(m)
         part.gather_limit = limit
         return part(x, chosen)
 
@@ -46,7 +51,7 @@ def test_gathered_and_grouped_experts_agree(dtype: torch.dtype, tokens: int) -> 
 def test_grouped_experts_without_tokens_for_some() -> None:
     """All pairs on the first and the last expert: the empty groups between them are skipped."""
     model = small.build(torch.bfloat16)
-    experts: Experts = model.model.layers[2].mlp.experts
+    experts = experts_of(model)
     x = random(40, small.SMALL.hidden, dtype=torch.bfloat16)
     chosen = torch.tensor([[0, 15, 0, 15]]).expand(40, -1)
     y = experts(x, chosen)

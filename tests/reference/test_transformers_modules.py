@@ -1,5 +1,7 @@
 """Each module of the reference against its counterpart in transformers, with the same weights."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -137,7 +139,7 @@ def test_attention(dtype: torch.dtype, layer: int) -> None:
     model, x = small.build(dtype), hidden(dtype)
     c, place = model.config, small.positions(2, 0, T)
 
-    def run(m: Beam, x: Tensor) -> Tensor:
+    def run(m: Any, x: Tensor) -> Tensor:
         attention: Attention = m.model.layers[layer].self_attn
         if dtype != torch.float32:
             attention.attend = PublishedAttend(attention.attend.scale)
