@@ -1,10 +1,12 @@
 """What both reports show, and the template environment that shows it."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from harness.records import Status, Timing
 from reports import figures, text
@@ -43,6 +45,7 @@ def environment(*, autoescape: bool) -> Environment:
     if autoescape:  # HTML: keep a figure and its unit on one line
         for words in (text.time, text.interval, text.path):
             templates.filters[words.__name__] = _unbroken(words)
+    templates.filters["breakable"] = breakable
     templates.filters["cell"] = cell
     templates.filters["capitalize_first"] = lambda words: words[:1].upper() + words[1:]
     return templates
@@ -50,6 +53,11 @@ def environment(*, autoescape: bool) -> Environment:
 
 def _unbroken(words: Callable[..., str]) -> Callable[..., str]:
     return lambda *given: words(*given).replace(" ", "\u00a0")
+
+
+def breakable(name: str) -> Markup:
+    """A name as HTML that a narrow column may break after its separators."""
+    return Markup(re.sub(r"([_:.])", r"\1<wbr>", str(escape(name))))
 
 
 def cell(value: object) -> str:
