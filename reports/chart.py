@@ -62,12 +62,13 @@ def _draw(axes, path: list[Step], baselines: list[tuple[str, float]]) -> None:
     tried = [s.tried_us for s in path if s.tried_us is not None]
     largest = max([*levels, *tried, *(us for _, us in baselines)])
     scale, unit = next((s, u) for s, u in ((1e6, "s"), (1e3, "ms"), (1.0, "µs")) if largest >= s)
+    last = len(path) - 0.5
     edges = [i - 0.5 for i in range(len(path) + 1)]
     for name, us in baselines:
         axes.axhline(us / scale, color=MUTED, linewidth=0.8, dashes=(3, 3))
         axes.annotate(
             name,
-            (len(path) - 0.5, us / scale),
+            (last, us / scale),
             (4, 0),
             textcoords="offset points",
             ha="left",
@@ -85,15 +86,15 @@ def _draw(axes, path: list[Step], baselines: list[tuple[str, float]]) -> None:
     )
     for at, (step, level) in enumerate(zip(path, levels, strict=True)):
         _mark(axes, at, step, level, scale)
-    for at, level, side in ((0, levels[0], "bottom"), (len(path) - 1, levels[-1], "top")):
-        offset = 7 if side == "bottom" else -7
+    # Inside the frame's edges, so that they never cover an axis label.
+    for at, level, side, above in ((-0.5, levels[0], "left", 1), (last, levels[-1], "right", -1)):
         axes.annotate(
             text.number(level / scale),
             (at, level / scale),
-            (0, offset),
+            (0, 7 * above),
             textcoords="offset points",
-            ha="center",
-            va=side,
+            ha=side,
+            va="bottom" if above > 0 else "top",
             color=INK,
             fontsize=9,
             fontweight="bold",
