@@ -121,7 +121,7 @@ class Layer(nn.Module):
     def forward(
         self, h: Tensor, x: Tensor, step: Step, cache: LayerCache, next_norm: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(residual h, normed input x) -> the same for the next layer, whose norm is next_norm [D]."""
+        """(residual h, normed input x) -> those of the next layer, normed by next_norm [D]."""
         y = self.self_attn(x, step, cache)
         norms = self.post_attention_layernorm.weight, self.pre_feedforward_layernorm.weight
         h, x = self.attn_boundary(y, h, *norms)

@@ -50,7 +50,7 @@ class ParallelProjection(nn.Module):
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head, x [B, T, H, d], by cos, sin [B, T, d / 2]: FP32, rounded once."""
+    """Rotate each head's halves, x [B, T, H, d], by cos, sin [B, T, d / 2]: FP32, rounded once."""
     a, b = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

@@ -72,5 +72,7 @@ def _from_path(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file raises is bad input
-        raise ValueError(f"{path} failed on import: {type(error).__name__}: {error}") from error
+        del sys.modules[name]
+        what = " ".join(str(error).split())  # one line
+        raise ValueError(f"{path} failed on import: {type(error).__name__}: {what}") from error
     return module
