@@ -1,0 +1,215 @@
+"""Compiling Triton kernels without a GPU: do they compile for every target, and do they spill?
+
+`python -m optimized.offline` compiles every kernel of every change in this folder for every target
+and prints its registers, spills and shared memory. Kernels that the interpreter runs
+(TRITON_INTERPRET=1) cannot be compiled, so unset it, or call `report` which starts a process of
+its own.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.errors import TritonError
+
+from optimized.triton_support import EXACT, INTERPRETED, OfflineCase
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
+    "sm_100": GPUTarget("cuda", 100, 32),  # B200, GB200
+    "gfx950": GPUTarget("hip", "gfx950", 64),  # MI350
+}
+
+
+class CompileError(Exception):
+    """A kernel does not compile for a target; the message holds the compiler's own words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What one thread (registers, spills) and one thread block (shared memory) take.
+
+    `spills` are bytes of local memory on NVIDIA, spilled registers on AMD.
+    """
+
+    registers: int
+    spills: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One kernel compiled for one target; `error` instead of `resources` where that failed."""
+
+    change: str
+    kernel: str
+    constexprs: Mapping[str, Any]
+    num_warps: int
+    target: str
+    resources: Resources | None
+    error: str | None
+
+
+def resources(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    target: str,
+    num_warps: int = 4,
+) -> Resources:
+    """Compile `kernel` for `target`, one of `TARGETS`, and read what it takes from the binary.
+
+    Pointers are taken as 16-byte aligned, as PyTorch's are, and so are integers of type "i32:16" as
+    multiples of 16. Raises CompileError, also where LLVM
+    prints an error and returns a binary all the same, and ValueError for an unknown target.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"unknown target {target!r}; choose one of {', '.join(TARGETS)}")
+    if INTERPRETED:
+        raise ValueError("TRITON_INTERPRET is set, so kernels cannot be compiled; unset it")
+    names = list(signature)
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if kind.startswith("*") or kind.endswith(":16")
+    }
+    kinds = {name: kind.removesuffix(":16") for name, kind in signature.items()}
+    source = ASTSource(kernel, kinds, dict(constexprs), aligned)
+    options = {"num_warps": num_warps, **EXACT}
+    compiled = failure = None
+    with _captured_output() as printed:
+        try:
+            compiled = triton.compile(source, target=TARGETS[target], options=options)
+        except (TritonError, RuntimeError) as error:  # the front end, and LLVM or an assembler
+            failure = error
+    if compiled is None or "error" in printed[0].lower():
+        raise CompileError(f"{type(failure).__name__}: {failure}\n{printed[0]}") from failure
+    shared = int(compiled.metadata.shared)
+    if TARGETS[target].backend == "cuda":
+        return _nvidia(compiled.asm["cubin"], shared)
+    return _amd(compiled.asm["amdgcn"], shared)
+
+
+def _nvidia(cubin: bytes, shared: int) -> Resources:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    spills = used["STACK"] + used["LOCAL"]
+    return Resources(registers=used["REG"], spills=spills, shared_bytes=shared)
+
+
+def _amd(assembly: str, shared: int) -> Resources:
+    def value(name: str) -> int:
+        found = re.search(rf"^\s*\.{name}:\s*(\d+)", assembly, re.MULTILINE)
+        if found is None:
+            raise CompileError(f"the gfx assembly has no .{name}")
+        return int(found.group(1))
+
+    spills = value("vgpr_spill_count") + value("sgpr_spill_count")
+    return Resources(registers=value("vgpr_count"), spills=spills, shared_bytes=shared)
+
+
+@contextlib.contextmanager
+def _captured_output() -> Iterator[list[str]]:
+    """Collect what is printed to file descriptor 2, as LLVM does, and to sys.stdout, as Triton does
+    when the assembler fails; in the list afterwards."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    printed: list[str] = []
+    with tempfile.TemporaryFile() as file, contextlib.redirect_stdout(io.StringIO()) as stdout:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield printed
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            printed.append(file.read().decode(errors="replace") + stdout.getvalue())
+
+
+def cases() -> Iterator[tuple[str, OfflineCase]]:
+    """Every case of every module in this folder that has `offline_cases()`, with its name."""
+    for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        module = importlib.import_module(f"optimized.{info.name}")
+        for case in getattr(module, "offline_cases", list)():
+            yield info.name, OfflineCase(*case)
+
+
+def compile_all() -> Iterator[Row]:
+    """Compile every case for every target, one row each."""
+    for change, case in cases():
+        for target in TARGETS:
+            used = error = None
+            try:
+                used = resources(
+                    case.kernel, case.signature, case.constexprs, target, case.num_warps
+                )
+            except CompileError as failure:
+                error = str(failure)
+            yield Row(
+                change=change,
+                kernel=case.kernel.__name__,
+                constexprs=dict(case.constexprs),
+                num_warps=case.num_warps,
+                target=target,
+                resources=used,
+                error=error,
+            )
+
+
+def report() -> list[Row]:
+    """`compile_all()` in a process of its own, where kernels are never interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "optimized.offline", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise CompileError(done.stderr)
+    rows = []
+    for line in done.stdout.splitlines():
+        data = json.loads(line)
+        used = data.pop("resources")
+        rows.append(Row(resources=Resources(**used) if used else None, **data))
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    failed = False
+    for row in compile_all():
+        failed |= row.error is not None
+        if "--json" in arguments:
+            print(json.dumps(asdict(row)), flush=True)
+            continue
+        values = " ".join(f"{name}={value}" for name, value in row.constexprs.items())
+        head = f"{row.change:20} {row.kernel:28} {row.target:7} {row.num_warps:2} warps"
+        if row.resources is None:
+            print(f"{head}  failed: {row.error}  {values}", flush=True)
+        else:
+            used = row.resources
+            print(
+                f"{head} {used.registers:4} registers {used.spills:4} spills "
+                f"{used.shared_bytes:6} B shared  {values}",
+                flush=True,
+            )
+    return int(failed and "--json" not in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

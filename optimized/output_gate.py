@@ -1,0 +1,155 @@
+"""Attention's sigmoid output gate in one kernel.
+
+    out = R(a * R(sigmoid(R(gate + bias))))
+
+R rounds to BF16; all else is FP32. N tokens, H query heads, d head dimension; one bias per head.
+Moves 3 N H d BF16 values. All three rounding points are kept; none is added. Elements are numbered
+across tokens, so that no width wastes lanes; tokens of `gate` may lie apart, as in a slice of a
+packed projection's output.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.inductor import inductor_implementation
+from optimized.triton_support import OfflineCase, launch, outside_domain, row_stride, sigmoid_fp32
+
+MAX_ELEMENTS = 2**31 - 2**16  # elements are numbered in int32, the last block included
+FEW_ELEMENTS = 1 << 18  # below, small blocks spread over more SMs
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateKnobs:
+    """`block` elements a program, `warps` of its thread block; 8 elements are a 16-byte load."""
+
+    block: int
+    warps: int
+
+    @classmethod
+    def heuristic(cls, shape: Mapping[str, int]) -> "GateKnobs":
+        if shape["N"] * shape["W"] <= FEW_ELEMENTS:
+            return cls(block=256, warps=1)
+        return cls(block=2048, warps=4)
+
+    @classmethod
+    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
+        return {"block": (128, 256, 512, 1024, 2048, 4096), "warps": (1, 2, 4, 8)}
+
+    def is_valid(self, shape: Mapping[str, int]) -> bool:
+        powers = all(n > 0 and n & (n - 1) == 0 for n in (self.block, self.warps))
+        return powers and 1 <= self.block // (32 * self.warps) <= 64
+
+
+@triton.jit
+def output_gate_kernel(
+    a_ptr,
+    gate_ptr,
+    bias_ptr,
+    out_ptr,
+    a_stride,
+    gate_stride,
+    elements,
+    W: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = index < elements
+    row, column = (index // W).to(tl.int64), index % W
+    a = tl.load(a_ptr + row * a_stride + column, mask=valid, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=valid, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + column // HEAD_DIM, mask=valid, other=0.0).to(tl.float32)
+    biased = (gate + bias).to(tl.bfloat16).to(tl.float32)
+    open_share = sigmoid_fp32(biased).to(tl.bfloat16).to(tl.float32)
+    tl.store(out_ptr + index, (a * open_share).to(tl.bfloat16), mask=valid)
+
+
+def shape(node: nn.Module, a: Tensor, gate: Tensor, bias: Tensor) -> dict[str, int]:
+    """N tokens and W = H d values a token of a call."""
+    width = a.shape[-2] * a.shape[-1]
+    return {"N": a.numel() // max(1, width), "W": width}
+
+
+def guard(node: nn.Module, a: Tensor, gate: Tensor, bias: Tensor) -> str | None:
+    """Why the kernel does not take this call, or None."""
+    if a.dim() < 2 or a.shape != gate.shape or bias.shape != a.shape[-2:-1]:
+        return (
+            f"a {tuple(a.shape)}, gate {tuple(gate.shape)}, bias {tuple(bias.shape)} do not match"
+        )
+    if a.numel() > MAX_ELEMENTS:
+        return f"a has {a.numel()} elements, the kernel takes up to {MAX_ELEMENTS}"
+    for name, tensor in (("a", a), ("gate", gate)):
+        if row_stride(tensor, inner=2) is None:
+            return f"{name} has strides {tensor.stride()}, the kernel takes evenly spaced tokens"
+    if row_stride(bias) is None:
+        return f"bias has strides {bias.stride()}, the kernel takes a contiguous one"
+    return outside_domain(a=a, gate=gate, bias=bias)
+
+
+def build(node: nn.Module, knobs: GateKnobs | None):
+    """(a [..., H, d], gate [..., H, d], bias [H]) -> [..., H, d], BF16."""
+
+    def forward(a: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
+        sizes = shape(node, a, gate, bias)
+        chosen = knobs or GateKnobs.heuristic(sizes)
+        out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+        if out.numel() == 0:
+            return out
+        launch(
+            output_gate_kernel,
+            (triton.cdiv(out.numel(), chosen.block),),
+            a,
+            gate,
+            bias,
+            out,
+            row_stride(a, inner=2),
+            row_stride(gate, inner=2),
+            out.numel(),
+            W=sizes["W"],
+            HEAD_DIM=a.shape[-1],
+            BLOCK=chosen.block,
+            num_warps=chosen.warps,
+        )
+        return out
+
+    return forward
+
+
+def offline_cases() -> list[OfflineCase]:
+    """Beam on one of eight tensor-parallel ranks (6 heads of 128): a decode step and a prefill."""
+    signature = {
+        **dict.fromkeys(("a_ptr", "gate_ptr", "bias_ptr", "out_ptr"), "*bf16"),
+        **dict.fromkeys(("a_stride", "gate_stride", "elements"), "i32:16"),
+        **dict.fromkeys(("W", "HEAD_DIM", "BLOCK"), "constexpr"),
+    }
+    cases = []
+    for rows in (1, 16384):
+        knobs = GateKnobs.heuristic({"N": rows, "W": 768})
+        values = {"W": 768, "HEAD_DIM": 128, "BLOCK": knobs.block}
+        cases.append(OfflineCase(output_gate_kernel, signature, values, knobs.warps))
+    return cases
+
+
+CHANGE = Change(
+    name="output_gate",
+    region="output_gate",
+    summary="sigmoid output gate in one kernel",
+    contract=Contract(numerics="transcendental", batch_invariant=True),
+    implementations=(
+        Implementation(
+            backend="triton",
+            devices=("cuda",),
+            build=build,
+            guard=guard,
+            knobs=GateKnobs,
+            shape=shape,
+        ),
+        inductor_implementation(),
+    ),
+)

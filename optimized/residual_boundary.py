@@ -1,0 +1,239 @@
+"""Post-norm, depth-scaled residual add and next pre-norm in one kernel.
+
+    y' = R(rms_norm(y) * w_post)
+    h' = R(R(y' * y_scale) + R(h * h_scale))
+    x  = R(rms_norm(h') * w_pre)
+
+R rounds to BF16; all else is FP32. T rows (tokens), D hidden. One program holds whole rows in
+registers, so that each value crosses memory once: 4 D BF16 values a row, 40 KiB at D = 5120, and
+the two weights. All five rounding points are kept; none is added. The two scales depend on the
+residual's number n and are arguments, so that one binary serves all layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.inductor import inductor_implementation
+from optimized.triton_support import OfflineCase, launch, outside_domain, row_stride
+
+MAX_WIDTH = 16384  # a row has to fit into the registers of one thread block
+MAX_ROWS = 16384  # tested up to here
+FEW_ROWS = 256  # fewer thread blocks than two per SM of an H200: latency counts, not arithmetic
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryKnobs:
+    """`warps` of a thread block, `rows` it works through, and whether a row is held in two pieces.
+
+    5120 is no power of two. In one piece a row is padded to 8192 and takes one reduction per norm;
+    in two, of 4096 + 1024, nothing is padded but each norm reduces twice.
+    """
+
+    warps: int
+    rows: int
+    split: bool
+
+    @classmethod
+    def heuristic(cls, shape: Mapping[str, int]) -> "BoundaryKnobs":
+        few = shape["T"] <= FEW_ROWS
+        most = max(1, shape["D"] // 256)  # 8 elements, a 16-byte load, for every thread
+        warps = min(16 if few else 8, 1 << most.bit_length() - 1)
+        return cls(warps=warps, rows=1, split=not few and not _is_power_of_two(shape["D"]))
+
+    @classmethod
+    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
+        many = shape["T"] > FEW_ROWS
+        whole = _is_power_of_two(shape["D"])
+        return {
+            "warps": (4, 8, 16),
+            "rows": (1, 2, 4, 8) if many else (1,),
+            "split": (False,) if whole else (False, True),
+        }
+
+    def is_valid(self, shape: Mapping[str, int]) -> bool:
+        head, tail = row_pieces(shape["D"], self.split)
+        return (
+            _is_power_of_two(self.warps)
+            and 1 <= self.rows
+            and (self.warps == 1 or 32 <= (head + tail) // self.warps)
+            and (head + tail) // self.warps <= 2048  # 64 elements a thread, all in registers
+            and not (self.split and _is_power_of_two(shape["D"]))
+        )
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+def row_pieces(width: int, split: bool) -> tuple[int, int]:
+    """The powers of two that a row of `width` elements is held in; the second is 0 if not split."""
+    if not split:
+        return triton.next_power_of_2(width), 0
+    head = triton.next_power_of_2(width + 1) // 2
+    return head, triton.next_power_of_2(width - head)
+
+
+@triton.jit
+def _post_norm_and_add(y, h, weight, inverse_rms, y_scale, h_scale):
+    """The new residual, rounded, as FP32: four of the five rounding points."""
+    normed = (y * inverse_rms * weight).to(tl.bfloat16).to(tl.float32)
+    from_y = (normed * y_scale).to(tl.bfloat16).to(tl.float32)
+    from_h = (h * h_scale).to(tl.bfloat16).to(tl.float32)
+    return (from_y + from_h).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def residual_boundary_kernel(
+    y_ptr,
+    h_ptr,
+    post_ptr,
+    pre_ptr,
+    h_out_ptr,
+    x_out_ptr,
+    y_stride,
+    h_stride,
+    count,
+    y_scale,
+    h_scale,
+    eps,
+    D: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    head = tl.arange(0, HEAD)
+    in_head = head < D
+    post_head = tl.load(post_ptr + head, mask=in_head, other=0.0)
+    pre_head = tl.load(pre_ptr + head, mask=in_head, other=0.0)
+    if TAIL > 0:
+        tail = HEAD + tl.arange(0, TAIL)
+        in_tail = tail < D
+        post_tail = tl.load(post_ptr + tail, mask=in_tail, other=0.0)
+        pre_tail = tl.load(pre_ptr + tail, mask=in_tail, other=0.0)
+
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for row in range(first, tl.minimum(first + ROWS, count)):
+        y_row, h_row = y_ptr + row * y_stride, h_ptr + row * h_stride
+        y_head = tl.load(y_row + head, mask=in_head, other=0.0).to(tl.float32)
+        h_head = tl.load(h_row + head, mask=in_head, other=0.0).to(tl.float32)
+        squares = tl.sum(y_head * y_head, axis=0)
+        if TAIL > 0:
+            y_tail = tl.load(y_row + tail, mask=in_tail, other=0.0).to(tl.float32)
+            h_tail = tl.load(h_row + tail, mask=in_tail, other=0.0).to(tl.float32)
+            squares += tl.sum(y_tail * y_tail, axis=0)
+        inverse = tl.rsqrt(squares * (1.0 / D) + eps)
+        weight = post_head.to(tl.float32)
+        h_head = _post_norm_and_add(y_head, h_head, weight, inverse, y_scale, h_scale)
+        squares = tl.sum(h_head * h_head, axis=0)
+        if TAIL > 0:
+            weight = post_tail.to(tl.float32)
+            h_tail = _post_norm_and_add(y_tail, h_tail, weight, inverse, y_scale, h_scale)
+            squares += tl.sum(h_tail * h_tail, axis=0)
+        inverse = tl.rsqrt(squares * (1.0 / D) + eps)
+        h_out, x_out = h_out_ptr + row * D, x_out_ptr + row * D
+        x_head = h_head * inverse * pre_head.to(tl.float32)
+        tl.store(h_out + head, h_head.to(tl.bfloat16), mask=in_head)
+        tl.store(x_out + head, x_head.to(tl.bfloat16), mask=in_head)
+        if TAIL > 0:
+            x_tail = h_tail * inverse * pre_tail.to(tl.float32)
+            tl.store(h_out + tail, h_tail.to(tl.bfloat16), mask=in_tail)
+            tl.store(x_out + tail, x_tail.to(tl.bfloat16), mask=in_tail)
+
+
+def shape(node: nn.Module, y: Tensor, h: Tensor, post: Tensor, pre: Tensor) -> dict[str, int]:
+    """T rows and D hidden of a call."""
+    return {"T": y.numel() // y.shape[-1], "D": y.shape[-1]}
+
+
+def guard(node: nn.Module, y: Tensor, h: Tensor, post: Tensor, pre: Tensor) -> str | None:
+    """Why the kernel does not take this call, or None."""
+    width = y.shape[-1]
+    if not 0 < width <= MAX_WIDTH:
+        return f"y has width {width}, the kernel takes 1 to {MAX_WIDTH}"
+    if y.numel() > MAX_ROWS * width:
+        return f"y has {y.numel() // width} rows, the kernel takes up to {MAX_ROWS}"
+    if h.shape != y.shape or post.shape != (width,) or pre.shape != (width,):
+        return f"shapes {tuple(y.shape)}, {tuple(h.shape)} and weights do not fit together"
+    for name, tensor in (("y", y), ("h", h), ("post_weight", post), ("pre_weight", pre)):
+        if row_stride(tensor) is None:
+            return f"{name} has strides {tensor.stride()}, the kernel takes evenly spaced rows"
+    return outside_domain(y=y, h=h, post_weight=post, pre_weight=pre)
+
+
+def build(node: Any, knobs: BoundaryKnobs | None):
+    """(y [..., D], h [..., D], post_weight [D], pre_weight [D]) -> (h, x [..., D]), all BF16."""
+
+    def forward(y: Tensor, h: Tensor, post_weight: Tensor, pre_weight: Tensor):
+        sizes = shape(node, y, h, post_weight, pre_weight)
+        chosen = knobs or BoundaryKnobs.heuristic(sizes)
+        h_out, x_out = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for _ in "hx")
+        if y.numel() == 0:
+            return h_out, x_out
+        head, tail = row_pieces(sizes["D"], chosen.split)
+        launch(
+            residual_boundary_kernel,
+            (triton.cdiv(sizes["T"], chosen.rows),),
+            y,
+            h,
+            post_weight,
+            pre_weight,
+            h_out,
+            x_out,
+            row_stride(y),
+            row_stride(h),
+            sizes["T"],
+            node.y_scale,
+            node.h_scale,
+            node.eps,
+            D=sizes["D"],
+            HEAD=head,
+            TAIL=tail,
+            ROWS=chosen.rows,
+            num_warps=chosen.warps,
+        )
+        return h_out, x_out
+
+    return forward
+
+
+def offline_cases() -> list[OfflineCase]:
+    """Beam's width: a decode step, and a prefill's many rows."""
+    pointers = "y_ptr", "h_ptr", "post_ptr", "pre_ptr", "h_out_ptr", "x_out_ptr"
+    signature = dict.fromkeys(pointers, "*bf16")
+    signature |= dict.fromkeys(("y_stride", "h_stride"), "i32:16")
+    signature |= {"count": "i32"}
+    signature |= dict.fromkeys(("y_scale", "h_scale", "eps"), "fp32")
+    signature |= dict.fromkeys(("D", "HEAD", "TAIL", "ROWS"), "constexpr")
+    cases = []
+    for rows in (1, 16384):
+        knobs = BoundaryKnobs.heuristic({"T": rows, "D": 5120})
+        head, tail = row_pieces(5120, knobs.split)
+        values = {"D": 5120, "HEAD": head, "TAIL": tail, "ROWS": knobs.rows}
+        cases.append(OfflineCase(residual_boundary_kernel, signature, values, knobs.warps))
+    return cases
+
+
+CHANGE = Change(
+    name="residual_boundary",
+    region="residual_boundary",
+    summary="post-norm, scaled residual add and next pre-norm in one kernel",
+    contract=Contract(numerics="reduction", batch_invariant=False),
+    implementations=(
+        Implementation(
+            backend="triton",
+            devices=("cuda",),
+            build=build,
+            guard=guard,
+            knobs=BoundaryKnobs,
+            shape=shape,
+        ),
+        inductor_implementation(),
+    ),
+)

@@ -1,0 +1,142 @@
+"""silu(gate) * up in one kernel.
+
+    out = R(silu(gate) * up),  silu(g) = g / (1 + exp(-g))
+
+R rounds to BF16; all else is FP32. N rows, F feed-forward width. Moves 3 N F BF16 values. The one
+rounding point is the output. Elements are numbered across rows, so that no width wastes lanes; rows
+of `gate` and `up` may lie apart, as in the two halves of one projection's output.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.inductor import inductor_implementation
+from optimized.triton_support import OfflineCase, launch, outside_domain, row_stride, silu_fp32
+
+MAX_ELEMENTS = 2**31 - 2**16  # elements are numbered in int32, the last block included
+FEW_ELEMENTS = 1 << 18  # below, small blocks spread over more SMs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwiGLUKnobs:
+    """`block` elements a program, `warps` of its thread block; 8 elements are a 16-byte load."""
+
+    block: int
+    warps: int
+
+    @classmethod
+    def heuristic(cls, shape: Mapping[str, int]) -> "SwiGLUKnobs":
+        if shape["N"] * shape["F"] <= FEW_ELEMENTS:
+            return cls(block=512, warps=2)
+        return cls(block=2048, warps=4)
+
+    @classmethod
+    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
+        return {"block": (256, 512, 1024, 2048, 4096), "warps": (1, 2, 4, 8)}
+
+    def is_valid(self, shape: Mapping[str, int]) -> bool:
+        powers = all(n > 0 and n & (n - 1) == 0 for n in (self.block, self.warps))
+        return powers and 1 <= self.block // (32 * self.warps) <= 64
+
+
+@triton.jit
+def swiglu_kernel(
+    gate_ptr,
+    up_ptr,
+    out_ptr,
+    gate_stride,
+    up_stride,
+    elements,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = index < elements
+    row, column = (index // F).to(tl.int64), index % F
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=valid, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out_ptr + index, (silu_fp32(gate) * up).to(tl.bfloat16), mask=valid)
+
+
+def shape(node: nn.Module, gate: Tensor, up: Tensor) -> dict[str, int]:
+    """N rows and F width of a call."""
+    return {"N": gate.numel() // max(1, gate.shape[-1]), "F": gate.shape[-1]}
+
+
+def guard(node: nn.Module, gate: Tensor, up: Tensor) -> str | None:
+    """Why the kernel does not take this call, or None."""
+    if gate.shape != up.shape:
+        return f"gate is {tuple(gate.shape)}, up {tuple(up.shape)}; the kernel takes equal shapes"
+    if gate.numel() > MAX_ELEMENTS:
+        return f"gate has {gate.numel()} elements, the kernel takes up to {MAX_ELEMENTS}"
+    for name, tensor in (("gate", gate), ("up", up)):
+        if row_stride(tensor) is None:
+            return f"{name} has strides {tensor.stride()}, the kernel takes evenly spaced rows"
+    return outside_domain(gate=gate, up=up)
+
+
+def build(node: nn.Module, knobs: SwiGLUKnobs | None):
+    """(gate [..., F], up [..., F]) -> [..., F], BF16."""
+
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        sizes = shape(node, gate, up)
+        chosen = knobs or SwiGLUKnobs.heuristic(sizes)
+        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        if out.numel() == 0:
+            return out
+        launch(
+            swiglu_kernel,
+            (triton.cdiv(out.numel(), chosen.block),),
+            gate,
+            up,
+            out,
+            row_stride(gate),
+            row_stride(up),
+            out.numel(),
+            F=sizes["F"],
+            BLOCK=chosen.block,
+            num_warps=chosen.warps,
+        )
+        return out
+
+    return forward
+
+
+def offline_cases() -> list[OfflineCase]:
+    """Beam's dense MLP on one of eight tensor-parallel ranks: a decode step and a prefill."""
+    signature = {
+        **dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16"),
+        **dict.fromkeys(("gate_stride", "up_stride", "elements"), "i32:16"),
+        **dict.fromkeys(("F", "BLOCK"), "constexpr"),
+    }
+    cases = []
+    for rows in (1, 16384):
+        knobs = SwiGLUKnobs.heuristic({"N": rows, "F": 2560})
+        values = {"F": 2560, "BLOCK": knobs.block}
+        cases.append(OfflineCase(swiglu_kernel, signature, values, knobs.warps))
+    return cases
+
+
+CHANGE = Change(
+    name="swiglu",
+    region="swiglu",
+    summary="silu(gate) * up in one kernel",
+    contract=Contract(numerics="transcendental", batch_invariant=True),
+    implementations=(
+        Implementation(
+            backend="triton",
+            devices=("cuda",),
+            build=build,
+            guard=guard,
+            knobs=SwiGLUKnobs,
+            shape=shape,
+        ),
+        inductor_implementation(),
+    ),
+)

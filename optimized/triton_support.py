@@ -1,0 +1,135 @@
+"""What every Triton kernel here shares: exact elementary functions, layout checks, the interpreter.
+
+`INTERPRETED` says whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when this module
+is first imported), which executes them in NumPy on a CPU. Its conversions between FP32 and BF16
+are wrong (seen in Triton 3.6 and 3.9): to BF16 it truncates, where every GPU rounds to nearest
+even, and from BF16 it garbles denormals. Importing this module corrects both.
+
+Rules for kernels: convert to FP32 before any arithmetic, round with `.to(tl.bfloat16)` wherever the
+reference does, and start kernels with `launch`, under which no product and sum are fused.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+INTERPRETED: bool = knobs.runtime.interpret
+
+# A product and a sum that the reference rounds apart must not become one fused multiply-add, which
+# Triton <= 3.6 makes of them unless told otherwise.
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+
+LOG2_E_HIGH = tl.constexpr(1.4426950216293335)  # log2(e) rounded to FP32
+LOG2_E_LOW = tl.constexpr(1.9259629911783190e-08)  # and what that lacks
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, **constexprs: Any
+) -> None:
+    """Run `kernel` on `grid` with every rounding as written."""
+    kernel[grid](*arguments, **constexprs, num_warps=num_warps, **EXACT)
+
+
+class OfflineCase(NamedTuple):
+    """One way to compile a kernel: `signature` names every argument's type ("*bf16", "i32", "fp32",
+    "constexpr"), `constexprs` the values of the constexpr ones."""
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    num_warps: int
+
+
+@triton.jit
+def exp_fp32(x):
+    """e^x in FP32 to 2 ULP, for any x; the arithmetic of CUDA's `expf`.
+
+    `tl.exp` multiplies by log2(e) in one FP32 step, which at |x| = 10 costs 10 ULP.
+    """
+    power = tl.floor(x * LOG2_E_HIGH + 0.5)
+    power = tl.minimum(tl.maximum(power, -126.0), 127.0)
+    rest = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E_HIGH, -power))
+    scale = ((power.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.exp2(rest) * scale
+
+
+@triton.jit
+def sigmoid_fp32(x):
+    """1 / (1 + e^-x) in FP32 with IEEE division, as PyTorch computes it."""
+    return tl.math.div_rn(1.0, 1.0 + exp_fp32(-x))
+
+
+@triton.jit
+def silu_fp32(x):
+    """x / (1 + e^-x) in FP32 with IEEE division, as PyTorch computes it."""
+    return tl.math.div_rn(x, 1.0 + exp_fp32(-x))
+
+
+def row_stride(x: Tensor, inner: int = 1) -> int | None:
+    """Elements from one row of `x` to the next, where a row is its last `inner` dimensions.
+
+    None unless every row is contiguous and all rows are equally far apart, as in a tensor that is
+    a slice of the last dimension of a larger one.
+    """
+    dense = 1
+    for size, stride in zip(reversed(x.shape[-inner:]), reversed(x.stride()[-inner:]), strict=True):
+        if size != 1 and stride != dense:
+            return None
+        dense *= size
+    step = following = None
+    for size, stride in zip(reversed(x.shape[:-inner]), reversed(x.stride()[:-inner]), strict=True):
+        if size == 1:
+            continue
+        if step is None:
+            step = stride
+        elif stride != following:
+            return None
+        following = stride * size
+    return dense if step is None else step
+
+
+def outside_domain(**tensors: Tensor) -> str | None:
+    """Why a Triton kernel for BF16 cannot take these arguments, or None where it can."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.bfloat16:
+            return f"{name} is {tensor.dtype}, the kernel takes torch.bfloat16"
+        if not tensor.is_cuda and not INTERPRETED:
+            return f"{name} is on {tensor.device}, the kernel runs on CUDA"
+    return None
+
+
+def round_to_bf16(x: np.ndarray) -> np.ndarray:
+    """FP32 values to the bits of the nearest BF16 ones, ties to even; uint16, same shape."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
+def _correct_interpreter() -> None:
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def corrected(data, source, target, rounding_mode):
+        toward_zero = rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ
+        if source == tl.float32 and target == tl.bfloat16 and not toward_zero:
+            return round_to_bf16(data)
+        if source == tl.bfloat16 and target == tl.float32:
+            return data.astype(np.uint32) << 16
+        return convert(data, source, target, rounding_mode)
+
+    interpreter._convert_float = corrected
+    interpreter_conversion.append(convert)
+
+
+# The interpreter's own conversion, kept for the test that shows why it is replaced.
+interpreter_conversion: list[Any] = []
+
+if INTERPRETED:
+    _correct_interpreter()

@@ -1,0 +1,101 @@
+"""Every change's kernels compiled for every GPU target, without a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from optimized import offline
+from optimized.offline import TARGETS, Row, report
+from optimized.triton_support import INTERPRETED
+
+NVIDIA = "sm_90", "sm_100"
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return report()
+
+
+def test_every_kernel_compiles_for_every_target(rows):
+    assert [row for row in rows if row.error] == []
+    compiled = {(row.change, row.kernel, str(row.constexprs)) for row in rows}
+    assert len(rows) == len(compiled) * len(TARGETS)
+    assert {row.target for row in rows} == set(TARGETS)
+
+
+def test_every_module_with_a_kernel_is_among_them(rows):
+    """A file in optimized/ that defines Triton kernels has offline cases."""
+    folder = os.path.dirname(offline.__file__)
+    with_kernels = {
+        name.removesuffix(".py")
+        for name in os.listdir(folder)
+        if name.endswith(".py") and "_kernel(" in open(os.path.join(folder, name)).read()
+    }
+    assert {"residual_boundary", "output_gate", "swiglu"} <= with_kernels
+    assert with_kernels == {row.change for row in rows}
+
+
+def test_nothing_spills_on_nvidia(rows):
+    used = {(r.kernel, str(r.constexprs), r.target): r.resources for r in rows}
+    spilled = {key: r for key, r in used.items() if key[2] in NVIDIA and r and r.spills}
+    assert spilled == {}
+
+
+def test_resources_are_plausible(rows):
+    """At most 255 registers a thread on NVIDIA and 512 on AMD, 227 KiB of shared memory."""
+    used = [(row.target, row.resources) for row in rows if row.resources is not None]
+    assert used
+    for target, resources in used:
+        assert 0 < resources.registers <= (255 if target in NVIDIA else 512)
+        assert 0 <= resources.shared_bytes <= 227 * 1024
+
+
+SPILLING = """
+import triton, triton.language as tl
+from optimized.offline import resources
+
+@triton.jit
+def many(x_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(x_ptr + i, x * tl.sum(x, axis=0))
+
+@triton.jit
+def broken(x_ptr):
+    tl.store(x_ptr, tl.inline_asm_elementwise(
+        "no.such.instruction $0, $1;", "=r,r", [tl.load(x_ptr)], tl.int32, True, 1))
+
+print(resources(many, {"x_ptr": "*fp32", "N": "constexpr"}, {"N": 8192}, "sm_90", 1).spills)
+for target in ("sm_90", "gfx950"):
+    try:
+        print(resources(broken, {"x_ptr": "*i32"}, {}, target))
+    except Exception as error:
+        print(type(error).__name__, "no.such.instruction" in str(error))
+"""
+
+
+def test_spills_and_assembler_errors_are_seen(tmp_path):
+    """256 values held by one thread spill; an unknown instruction fails on both vendors, also
+    where LLVM only prints."""
+    script = tmp_path / "script.py"
+    script.write_text(SPILLING)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.getcwd()
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stderr
+    assert int(lines[0]) > 0
+    assert lines[1:] == ["CompileError True", "CompileError True"]
+
+
+def test_bad_requests_are_refused():
+    with pytest.raises(ValueError, match="choose one of sm_90, sm_100, gfx950"):
+        offline.resources(None, {}, {}, "sm_70")
+    if INTERPRETED:
+        with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+            offline.resources(None, {}, {}, "sm_90")
