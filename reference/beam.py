@@ -117,6 +117,8 @@ class Layer(nn.Module):
         self.post_feedforward_layernorm = RMSNorm(c.hidden, c.eps, c.dtype)
         self.attn_boundary = ResidualBoundary(2 * (layer + 1), c.eps)
         self.mlp_boundary = ResidualBoundary(2 * (layer + 1) + 1, c.eps)
+        mlp = "dense" if c.is_dense(layer) else "moe"
+        self.kind = f"{mlp}_full" if c.is_full(layer) else f"{mlp}_sliding"
 
     def forward(
         self, h: Tensor, x: Tensor, step: Step, cache: LayerCache, next_norm: Tensor

@@ -1,0 +1,282 @@
+"""Watches one step: every operator, the module and line it came from, and what it must move.
+
+Each operator, module call and direct kernel launch runs in a profiler range whose name carries its
+index here, so that the profiler's kernels can be told whose they are.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from traces.costs import Cost, cost, name_of, storage_key
+from traces.footprint import Footprint, Footprints, Key, Spec
+from traces.names import CALL, LAUNCH, OPERATOR
+from traces.outline import class_files, forward_line, frame_line, model_frame
+from traces.trace import Access
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A cost with numbered values in place of tensors."""
+
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    flops: int = 0
+    matmul: bool = False
+    peak: str = "fp32"
+
+
+@dataclass(kw_only=True)
+class Operator:
+    name: str
+    call: int | None
+    source: str | None
+    work: Work
+
+
+@dataclass(kw_only=True)
+class ModuleCall:
+    module: str
+    parent: int | None
+    opaque: bool
+    source: str | None  # its class's forward
+    work: Work | None = None  # of the whole call, where its interior cannot be seen
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """An opaque call whose cost is still to be found; values stand for its tensors."""
+
+    call: int
+    node: nn.Module
+    spec: Spec
+    arguments: list[int | None]
+    parameters: dict[str, int]
+    outputs: list[int] = field(default_factory=list)
+
+    def located(self, found: Footprint) -> Work:
+        where = {"argument": self.arguments, "parameter": self.parameters, "output": self.outputs}
+
+        def numbered(table: Mapping[Key, int]) -> tuple[Access, ...]:
+            return tuple((where[kind][which], n) for (kind, which), n in table.items())
+
+        return Work(
+            reads=numbered(found.reads),
+            writes=numbered(found.writes),
+            flops=found.flops,
+            matmul=found.matmul,
+            peak=found.peak,
+        )
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """A kernel launched past PyTorch's dispatcher by code that Triton told us of."""
+
+    name: str
+    call: int | None
+    source: str | None
+    written: bool
+
+
+@dataclass
+class Values:
+    """Numbers for tensor storages; a storage made anew gets a new number even at an old address."""
+
+    known: dict[int, int] = field(default_factory=dict)
+    count: int = 0
+    given: list[int] = field(default_factory=list)  # values that nothing in the step made
+
+    def number(self, tensor: Tensor) -> int:
+        key = storage_key(tensor)
+        if key not in self.known:
+            self.given.append(self.fresh(key))
+        return self.known[key]
+
+    def fresh(self, key: int) -> int:
+        self.known[key] = self.count
+        self.count += 1
+        return self.known[key]
+
+    def made(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        """Give new numbers to outputs that are no views of the inputs."""
+        for key in {storage_key(t) for t in outputs} - {storage_key(t) for t in inputs}:
+            self.fresh(key)
+
+
+class Recorder(TorchDispatchMode):
+    """A dispatch mode and module hooks over one step of `model`; see `recording`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.files = class_files(model)
+        self.operators: list[Operator] = []
+        self.calls: list[ModuleCall] = []
+        self.launches: list[Launch] = []
+        self.values = Values()
+        self.outputs: tuple[int, ...] = ()
+        self.stack: list[tuple[int, Any]] = []
+        self.ranges: list[Any] = []
+        self.pending: list[Pending] = []
+        self.hidden = 0  # opaque calls that we are inside of
+
+    # --- operators ----------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        frame = model_frame(sys._getframe(1), self.files)
+        with record_function(f"{OPERATOR}{len(self.operators)}"):
+            out = func(*args, **kwargs)
+        found = cost(func, args, kwargs, out)
+        inputs = tensors((args, kwargs))
+        for tensor in inputs:
+            self.values.number(tensor)
+        self.values.made(tensors(out), inputs)
+        self.operators.append(
+            Operator(
+                name=f"{func.namespace}::{name_of(func)}",
+                call=self.call,
+                source=frame_line(frame) if frame else self.call_source,
+                work=self.numbered(found),
+            )
+        )
+        return out
+
+    def numbered(self, found: Cost) -> Work:
+        return Work(
+            reads=tuple((self.values.number(t), n) for t, n in found.reads),
+            writes=tuple((self.values.number(t), n) for t, n in found.writes),
+            flops=found.flops,
+            matmul=found.matmul,
+            peak=found.peak,
+        )
+
+    @property
+    def call(self) -> int | None:
+        return self.stack[-1][0] if self.stack else None
+
+    @property
+    def call_source(self) -> str | None:
+        return self.calls[self.call].source if self.call is not None else None
+
+    # --- module calls -------------------------------------------------------------------------
+
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # A replaced forward may be compiled, and torch.compile does not run under a dispatch mode.
+        opaque = "forward" in vars(module)
+        index = len(self.calls)
+        self.calls.append(
+            ModuleCall(module=name, parent=self.call, opaque=opaque, source=forward_line(module))
+        )
+        pending = None
+        if opaque and not self.hidden:
+            spec = Spec.of(module, args, kwargs)
+            pending = Pending(
+                call=index,
+                node=module,
+                spec=spec,
+                arguments=[
+                    self.values.number(x) if isinstance(x, Tensor) else None
+                    for x in tree_leaves((args, kwargs))
+                ],
+                parameters={k: self.values.number(t) for k, t in spec.parameters.items()},
+            )
+        self.stack.append((index, pending))
+        if opaque:
+            if not self.hidden:
+                super().__exit__(None, None, None)
+            self.hidden += 1
+        scope = record_function(f"{CALL}{index}")
+        scope.__enter__()
+        self.ranges.append(scope)
+
+    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self.ranges.pop().__exit__(None, None, None)
+        index, pending = self.stack.pop()
+        if self.calls[index].opaque:
+            self.hidden -= 1
+            if not self.hidden:
+                super().__enter__()
+        if pending is not None:
+            self.values.made(tensors(out), tensors((args, kwargs)))
+            pending.outputs = [self.values.number(t) for t in tensors(out)]
+            self.pending.append(pending)
+        if name == "":
+            self.outputs = tuple({self.values.number(t) for t in tensors(out)})
+
+    def finish(self) -> None:
+        """Find the costs of opaque calls; once the profiler no longer listens."""
+        footprints = Footprints()
+        for pending in self.pending:
+            found = footprints.of(pending.node, pending.spec)
+            self.calls[pending.call].work = None if found is None else pending.located(found)
+        self.pending.clear()
+
+    # --- kernels that Triton launches past the dispatcher ---------------------------------------
+
+    def launch_enter(self, metadata: Any) -> None:
+        frame = model_frame(sys._getframe(1), self.files)
+        index = len(self.launches)
+        self.launches.append(
+            Launch(
+                name=str(metadata.get().get("name", "")) if metadata is not None else "",
+                call=self.call,
+                source=frame_line(frame) if frame else self.call_source,
+                # Past the model's own files, only code that replaces parts of it launches kernels.
+                written=frame is not None and frame.f_code.co_filename not in self.files,
+            )
+        )
+        scope = record_function(f"{LAUNCH}{index}")
+        scope.__enter__()
+        self.ranges.append(scope)
+
+    def launch_exit(self, metadata: Any) -> None:
+        self.ranges.pop().__exit__(None, None, None)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[Recorder]:
+    """Record what runs inside; the model's hooks and Triton's are as before when it ends."""
+    recorder = Recorder(model)
+    handles = []
+    for name, module in model.named_modules():
+        enter, leave = partial(recorder.enter, name), partial(recorder.leave, name)
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
+    chains = _triton_hooks()
+    for chain, hook in zip(chains, (recorder.launch_enter, recorder.launch_exit), strict=False):
+        chain.add(hook)
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        for chain, hook in zip(chains, (recorder.launch_enter, recorder.launch_exit), strict=False):
+            chain.remove(hook)
+        for handle in handles:
+            handle.remove()
+
+
+def _triton_hooks() -> tuple[Any, ...]:
+    """Triton's launch hooks (enter, exit), or none where it has no such thing."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return ()
+    chains = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return chains if all(hasattr(chain, "add") for chain in chains) else ()
