@@ -94,7 +94,7 @@ with_heartbeat() {
 }
 
 pip_install() {
-    with_heartbeat "$VENV/bin/python" -m pip install --progress-bar off --no-input \
+    with_heartbeat "$VENV/bin/python" -m pip install --progress-bar off --no-input --no-compile \
         --disable-pip-version-check --constraint constraints.txt "$@"
 }
 
