@@ -1,390 +1,200 @@
 """The loop: profile, propose, check, measure, record. The ledger is its only memory."""
 
 import time
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from agents import controls
-from agents.budget import Budget, BudgetSpent
-from agents.history import MAX_STARTS, History
-from agents.measure import KINDS, Measure, Steps
-from agents.policy import decide
-from agents.progress import Progress
+from agents.budget import BudgetSpent
+from agents.history import MAX_STARTS
+from agents.measure import Steps
+from agents.policy import Decision, decide
 from agents.proposers.auto import PROPOSERS
 from agents.proposers.base import Context, Suggestion, suggest
+from agents.session import Session
 from agents.tuner import tune
-from harness import baselines, judge
-from harness.ceilings import measure_ceilings
-from harness.environment import environment
+from harness import judge
 from harness.errors import SelfTestError, UserError
-from harness.ledger import Ledger
-from harness.records import Attempt, Ceilings, Environment, Status
-from harness.workload import Workload
-from optimized.change import Change, apply_change, nodes, share
-from optimized.plan import Enabled, Plan, apply_enabled, make_knobs
-from traces.kernels import aggregate, kernel_rows
-from traces.layers import layer_map
-from traces.opportunities import Opportunity, opportunities
+from harness.records import Attempt, Latency, Status, Verdict
+from optimized.change import KnobValue, apply_change, nodes, share
+from optimized.plan import Enabled, make_knobs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the user asked of the run."""
+@dataclass(kw_only=True)
+class Outcome:
+    """What is known of a change so far."""
 
-    target: str
-    proposer: str
-    max_changes: int | None
+    knobs: dict[str, dict[str, KnobValue]] = field(default_factory=dict)
+    region_verdict: Verdict | None = None
+    model_verdict: Verdict | None = None
+    latency: Latency | None = None
+    failure: str | None = None
+    model: nn.Module | None = None
+    steps: Steps | None = None
 
 
 class Loop:
-    """One run, new or continued, on `workload`; everything it learns goes to `ledger`."""
+    """Tries what `proposer` proposes until nothing is left, or a budget ends it."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        ledger: Ledger,
-        options: Options,
-        budget: Budget,
-        progress: Progress,
-    ) -> None:
-        self.workload, self.ledger, self.options = workload, ledger, options
-        self.budget, self.progress = budget, progress
-        self.history = History(ledger)
-        self.measure = Measure(workload, options.target, budget)
-        self.proposer = PROPOSERS[options.proposer]()
-
-    @property
-    def directory(self) -> Path:
-        return self.ledger.directory
+    def __init__(self, session: Session, proposer: str, max_changes: int | None) -> None:
+        self.session = session
+        self.proposer = PROPOSERS[proposer]()
+        self.max_changes = max_changes
+        self.workload, self.ledger = session.workload, session.ledger
+        self.history, self.progress = session.history, session.progress
 
     def run(self) -> str:
-        """Work until nothing is left to try, or the budget is spent; returns "done" or "budget"."""
+        """Work; returns why it ended: "done" or "budget"."""
+        reason = "done"
         try:
-            self.identify()
-            self.check_reference()
-            self.time_baselines()
-            self.calibrate()
-            self.profile("before")
+            self.session.prepare()
             self.offer_controls()
-            reason = self.search()
+            self.search()
         except BudgetSpent as spent:
             self.progress.done(f"budget: {spent}", "yellow")
             reason = "budget"
         if self.history.changes_judged:
-            self.finish()
+            self.session.finish()
         self.ledger.append("stopped", {"reason": reason})
         return reason
-
-    # --- what the run stands on -------------------------------------------------------------
-
-    def identify(self) -> None:
-        here = environment(self.workload.device)
-        first = self.ledger.last("environment")
-        if first is None:
-            self.ledger.append("environment", here)
-            return
-        there = Environment.from_json(first)
-        for name in ("device", "device_name", "gpu_uuid", "torch", "triton"):
-            if getattr(there, name) != getattr(here, name):
-                raise UserError(
-                    f"{self.directory} was measured with {name} {getattr(there, name)}, here it is "
-                    f"{getattr(here, name)}: the figures would not compare; start a new run"
-                )
-        self.ledger.append("resumed", here)
-
-    def check_reference(self) -> None:
-        if self.ledger.last("self_test") is None:
-            self.progress.stage("self-test: the judge replays the reference bit for bit")
-            judge.self_test(self.reference, self.workload, self.workload.seed)
-            self.ledger.append("self_test", {"passed": True})
-
-    @cached_property
-    def reference(self) -> nn.Module:
-        self.progress.stage(f"building {self.workload.name} {self.workload.preset}")
-        return self.workload.model
-
-    @cached_property
-    def ceilings(self) -> Ceilings:
-        found = self.ledger.last("ceilings")
-        if found is None:
-            self.progress.stage("measuring what this machine can do at most")
-            self.ledger.append("ceilings", measure_ceilings(self.workload.device))
-            found = self.ledger.last("ceilings")
-        assert found is not None
-        return Ceilings.from_json(found)
-
-    def time_baselines(self) -> None:
-        """All baselines once; in a continued run the fastest to build again, as the anchor."""
-        known = self.history.baselines
-        inputs = {kind: self.measure.inputs(kind) for kind in KINDS}
-        resumed = self.ledger.last("resumed") is not None
-        for name in baselines.NAMES:
-            if name in known:
-                continue
-            self.budget.require()
-            self.progress.stage(f"baseline: {name}")
-            for baseline in baselines.run_baselines(
-                self.workload,
-                inputs["decode"],
-                inputs["prefill"],
-                budget_s=self.budget.share_s(0.3, at_most_s=300.0),
-                only=name,
-            ):
-                self.ledger.append("baseline", baseline)
-                if baseline.decode and baseline.prefill:
-                    self.progress.done(
-                        f"baseline {name}: decode {baseline.decode.median_us:.0f} us, "
-                        f"prefill {baseline.prefill.median_us:.0f} us"
-                    )
-                else:
-                    self.progress.done(
-                        f"baseline {name}: absent, {baseline.absent or baseline.note}"
-                    )
-        if resumed:
-            self.progress.stage("the reference again, as this session's anchor")
-            steps = self.measure.steps(self.reference)
-            timings = self.measure.timings(steps)
-            steps.close()
-            self.ledger.append("anchor", {k: t.to_json() for k, t in timings.items()})
-
-    @cached_property
-    def current(self) -> nn.Module:
-        """The model with everything that was kept."""
-        model = share(self.reference)
-        for attempt in self.history.kept:
-            apply_enabled(model, _enabled(attempt))
-        return model
-
-    @cached_property
-    def base(self) -> Steps:
-        return self.measure.steps(self.current)
-
-    def calibrate(self) -> None:
-        """Find the smallest effect that this machine can tell from none."""
-        if self.ledger.last("effect") is None:
-            self.measure_effect()
-
-    def measure_effect(self) -> None:
-        self.budget.require()
-        self.progress.stage("A/A runs: the smallest effect that can be told from none")
-        effects = self.measure.effects(self.base)
-        self.ledger.append("effect", {f"{kind}_us": effects[kind] for kind in KINDS})
-        text = ", ".join(f"{kind} {effects[kind]:.1f} us" for kind in KINDS)
-        self.progress.done(f"smallest detectable effect: {text}")
-
-    def profile(self, when: str) -> None:
-        """Trace one decode step and record its kernels, its layers and what they offer."""
-        if when == "before" and self.ledger.last("opportunities") is not None:
-            return
-        self.progress.stage(f"tracing a decode step ({when})")
-        folder = self.directory / "traces"
-        folder.mkdir(exist_ok=True)
-        trace = self.measure.trace(self.current, folder / f"decode-{when}.json.gz")
-        rows = kernel_rows(trace, self.ceilings)
-        self.ledger.append(
-            "kernels",
-            {
-                "when": when,
-                "rows": [r.to_json() for r in aggregate(rows, by="line")],
-                **trace.summary(),
-            },
-        )
-        maps = layer_map(rows, self.current)
-        self.ledger.append("layers", {"when": when, "maps": [m.to_json() for m in maps]})
-        if when == "before":
-            found = opportunities(rows, self.ceilings, self.current)
-            self.ledger.append("opportunities", {"opportunities": [o.to_json() for o in found]})
-
-    @property
-    def opportunities(self) -> list[Opportunity]:
-        found = self.ledger.last("opportunities")
-        assert found is not None
-        return [Opportunity.from_json(o) for o in found["opportunities"]]
-
-    # --- the search ---------------------------------------------------------------------------
-
-    def context(self) -> Context:
-        return Context(
-            model=self.current,
-            device_type=self.workload.device.type,
-            opportunities=self.opportunities,
-            tried=self.history.tried,
-        )
 
     def offer_controls(self) -> None:
         """The keep rule must refuse a change that does nothing and one that slows the step."""
         todo = [c for c in (controls.IDENTITY, controls.SLOWED) if c not in self.history.controls]
         if not todo:
             return
-        best = next((o for o in self.opportunities if nodes(self.reference, o.region)), None)
-        if best is None:
-            raise UserError(f"the trace of {self.workload.name} shows no region with a kernel")
-        step_us = self.measure.timings(self.base)["decode"].median_us
+        session = self.session
+        region = next((o for o in session.opportunities if not o.contains), None)
+        if region is None:
+            raise UserError(f"the trace of {self.workload.name} shows no region that runs a kernel")
+        step_us = session.measure.timings(session.base)["decode"].median_us
         for name in todo:
             if name == controls.IDENTITY:
-                change = controls.identity(best.region, self.workload.device.type)
+                change = controls.identity(region.region, self.workload.device.type)
             else:
-                count = len(nodes(self.reference, best.region))
-                change = controls.slowed(best.region, self.workload.device, step_us, count)
-            suggestion = suggest(best, change, "torch", change.summary)
-            if self.attempt(suggestion, control=name).status is Status.KEPT:
+                count = len(nodes(session.reference, region.region))
+                change = controls.slowed(region.region, self.workload.device, step_us, count)
+            attempt = self.attempt(suggest(region, change, "torch", change.summary), control=name)
+            if attempt.status is not Status.REJECTED:
                 raise SelfTestError(
-                    f"the keep rule accepted the control {name!r}: this machine is too noisy for "
-                    "the measured smallest effect; stop other work on it and start a new run"
+                    f"the control {name!r} was {attempt.status} ({attempt.reason}); it has to be "
+                    "refused. Stop other work on this machine and start a new run"
                 )
 
-    def search(self) -> str:
-        limit = self.options.max_changes
-        while limit is None or self.history.changes_judged < limit:
+    def search(self) -> None:
+        while self.max_changes is None or self.history.changes_judged < self.max_changes:
             suggestions = self.proposer.propose(self.context())
             proposals = [s.proposal.to_json() for s in suggestions]
             self.ledger.append("proposals", {"proposals": proposals})
             if not suggestions:
-                return "done"
+                return
             self.attempt(suggestions[0])
-        return "done"
+
+    def context(self) -> Context:
+        return Context(
+            model=self.session.current,
+            device_type=self.workload.device.type,
+            opportunities=self.session.opportunities,
+            tried=self.history.tried,
+        )
 
     def attempt(self, suggestion: Suggestion, control: str | None = None) -> Attempt:
         """Try one change, and record what came of it whatever that is."""
-        self.budget.require()
-        change, backend = suggestion.change, suggestion.proposal.backend
+        self.session.budget.require()
+        name, backend = suggestion.proposal.change, suggestion.proposal.backend
         started = time.monotonic()
         index = len(self.history.attempts) + 1
-        starts = self.history.starts(change.name, backend)
-        self.ledger.append("started", {"index": index, "name": change.name, "backend": backend})
-        self.progress.stage(f"change {index}: {change.name} ({backend})")
-        outcome: dict[str, Any] = {}
+        starts = self.history.starts(name, backend)
+        self.ledger.append("started", {"index": index, "name": name, "backend": backend})
+        self.progress.stage(f"change {index}: {name} ({backend})")
+        outcome = Outcome()
         if starts >= MAX_STARTS:
-            outcome["failure"] = f"the run died {starts} times while this change was tried"
+            outcome.failure = f"the run died {starts} times while this change was tried"
         else:
             try:
-                self.try_change(change, backend, outcome)
+                self.try_change(suggestion, outcome)
             except (UserError, BudgetSpent):
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a candidate raises is a finding
                 first = next(iter(str(error).strip().splitlines()), "")
-                outcome["failure"] = f"{type(error).__name__}: {first}"
-        attempt = self.decided(suggestion, outcome, index, control, time.monotonic() - started)
+                outcome.failure = f"{type(error).__name__}: {first}"
+        decision = self.decision(outcome)
+        attempt = self.record(suggestion, outcome, decision, index, control, started)
         self.ledger.append("attempt", attempt)
-        style = "green" if attempt.status is Status.KEPT else "" if control else "dim"
-        self.progress.done(f"{attempt.status}: {attempt.name} ({backend}): {attempt.reason}", style)
-        if attempt.status is Status.KEPT and control is None:
-            self.keep(outcome)
-        elif "steps" in outcome:
-            outcome["steps"].close()
+        style = "green" if attempt.status is Status.KEPT else "dim"
+        self.progress.done(f"{attempt.status}: {name} ({backend}): {attempt.reason}", style)
+        if attempt.status is Status.KEPT and outcome.model is not None and outcome.steps:
+            self.session.adopt(outcome.model, outcome.steps)
+        elif outcome.steps is not None:
+            outcome.steps.close()
         return attempt
 
-    def try_change(self, change: Change, backend: str, outcome: dict[str, Any]) -> None:
-        """Apply, tune, judge and time; what is known so far stands in `outcome`."""
-        enabled = Enabled(name=change.name, backend=backend, knobs=self.tuned(change, backend))
-        outcome["knobs"] = enabled.knobs
-        candidate = share(self.current)
-        apply_change(candidate, change, backend, make_knobs(change, enabled))
+    def try_change(self, suggestion: Suggestion, outcome: Outcome) -> None:
+        """Tune, apply, judge and time a change; what comes of it goes to `outcome`."""
+        session, measure = self.session, self.session.measure
+        change, backend = suggestion.change, suggestion.proposal.backend
+        if self.workload.device.type == "cuda":
+            outcome.knobs = tune(
+                session.current,
+                change,
+                backend,
+                measure.run_decode(session.current),
+                study_path=session.directory / "optuna.journal",
+                seconds=session.budget.share_s(0.03, at_most_s=15.0),
+            )
+        enabled = Enabled(name=change.name, backend=backend, knobs=outcome.knobs)
+        outcome.model = share(session.current)
+        apply_change(outcome.model, change, backend, make_knobs(change, enabled))
         seed = self.workload.seed + len(self.history.attempts)
-        verdict = judge.judge_region(
-            self.reference, candidate, change, backend, self.workload, seed
+        outcome.region_verdict = judge.judge_region(
+            session.reference, outcome.model, change, backend, self.workload, seed
         )
-        outcome["region_verdict"] = verdict
-        if not verdict.passed:
+        if not outcome.region_verdict.passed:
             return
-        outcome["model"] = candidate
-        steps = outcome["steps"] = self.measure.steps(candidate)
-        outcome["latency"] = self.measure.latency(self.base, steps, self.history.effect_us())
-        if decide(target=self.measure.kind, **self._facts(outcome)).status is Status.KEPT:
-            outcome["model_verdict"] = judge.judge_model(
-                self.reference, candidate, self.workload, seed
+        outcome.steps = measure.steps(outcome.model)
+        effects = self.history.effect_us()
+        outcome.latency = measure.latency(session.base, outcome.steps, effects)
+        if self.decision(outcome).status is Status.KEPT:
+            outcome.model_verdict = judge.judge_model(
+                session.reference, outcome.model, self.workload, seed
             )
 
-    def tuned(self, change: Change, backend: str) -> dict[str, Any]:
-        if self.workload.device.type != "cuda":
-            return {}
-        return tune(
-            self.current,
-            change,
-            backend,
-            self.measure.run_decode(self.current),
-            study_path=self.directory / "optuna.journal",
-            seconds=self.budget.share_s(0.03, at_most_s=15.0),
+    def decision(self, outcome: Outcome) -> Decision:
+        if outcome.failure is not None:
+            return Decision(status=Status.FAILED, reason=outcome.failure)
+        return decide(
+            target=self.session.measure.kind,
+            region_verdict=outcome.region_verdict,
+            model_verdict=outcome.model_verdict,
+            latency=outcome.latency,
+            floors_us=self.session.floors_us(),
         )
 
-    def _facts(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "region_verdict": outcome.get("region_verdict"),
-            "model_verdict": outcome.get("model_verdict"),
-            "latency": outcome.get("latency"),
-            "floors_us": self.floors_us(),
-        }
-
-    def floors_us(self) -> dict[str, float | None]:
-        """The shortest a decode step can take: the bytes that any implementation must read.
-
-        Only where the weights cannot stay in a cache, so not for a toy model.
-        """
-        kernels = self.ledger.last("kernels") or {}
-        compulsory = kernels.get("compulsory_bytes")
-        if self.workload.toy or compulsory is None:
-            return {"decode": None, "prefill": None}
-        return {"decode": compulsory / self.ceilings.read_gb_per_s / 1e3, "prefill": None}
-
-    def decided(
+    def record(
         self,
         suggestion: Suggestion,
-        outcome: dict[str, Any],
+        outcome: Outcome,
+        decision: Decision,
         index: int,
         control: str | None,
-        seconds: float,
+        started: float,
     ) -> Attempt:
-        proposal = suggestion.proposal
-        if "failure" in outcome:
-            status, reason = Status.FAILED, outcome["failure"]
-        else:
-            decision = decide(target=self.measure.kind, **self._facts(outcome))
-            status, reason = decision.status, decision.reason
-        kept = self.history.kept
-        attempt = Attempt(
+        proposal, kept = suggestion.proposal, self.history.kept
+        return Attempt(
             index=index,
             name=proposal.change,
             region=proposal.region,
             backend=proposal.backend,
-            status=status,
-            reason=reason,
+            status=decision.status,
+            reason=decision.reason,
             predicted_us=None if control else proposal.predicted_us,
             bound_us=None if control else proposal.bound_us,
-            knobs=outcome.get("knobs", {}),
-            region_verdict=outcome.get("region_verdict"),
-            model_verdict=outcome.get("model_verdict"),
-            latency=outcome.get("latency"),
+            knobs=outcome.knobs,
+            region_verdict=outcome.region_verdict,
+            model_verdict=outcome.model_verdict,
+            latency=outcome.latency,
             control=control,
             parent=kept[-1].id if kept else None,
-            seconds=round(seconds, 1),
+            seconds=round(time.monotonic() - started, 1),
         )
-        return attempt
-
-    def keep(self, outcome: dict[str, Any]) -> None:
-        """The candidate becomes the model as it stands."""
-        self.base.close()
-        self.current, self.base = outcome["model"], outcome["steps"]
-        timings = self.measure.timings(self.base)
-        self.ledger.append("measured", {k: t.to_json() for k, t in timings.items()})
-        self.save_plan()
-
-    def save_plan(self) -> None:
-        device = Environment.from_json(self.ledger.last("environment") or {}).device_name
-        changes = tuple(_enabled(a) for a in self.history.kept)
-        plan = Plan(model=self.workload.name, device=device, changes=changes)
-        plan.save(self.directory / "plan.toml")
-
-    def finish(self) -> None:
-        """The closing trace and times of the model as it stands."""
-        self.profile("after")
-        self.progress.stage("closing measurements")
-        timings = self.measure.timings(self.base)
-        self.ledger.append("final", {k: t.to_json() for k, t in timings.items()})
-
-
-def _enabled(attempt: Attempt) -> Enabled:
-    return Enabled(name=attempt.name, backend=attempt.backend, knobs=attempt.knobs)

@@ -1,6 +1,8 @@
 """The main command: `python -m agents.run --target decode-bs1`."""
 
 import argparse
+import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -12,7 +14,6 @@ from harness.ledger import Ledger
 from harness.records import SCHEMA
 
 if TYPE_CHECKING:
-    from agents.loop import Options
     from harness.workload import Workload
 
 DEFAULT_MINUTES = {"cpu": 4.5, "cuda": 60.0}
@@ -79,10 +80,11 @@ def recall(a: argparse.Namespace, ledger: Ledger) -> None:
 
 def work(a: argparse.Namespace, ledger: Ledger | None) -> int:
     from agents.budget import Budget
-    from agents.loop import Loop, Options
+    from agents.loop import Loop
     from agents.measure import DEFAULTS
     from agents.progress import Progress
     from agents.proposers.auto import PROPOSERS
+    from agents.session import Session
     from harness.workload import Workload
     from reports.terminal import print_run
     from reports.write import write_reports
@@ -91,10 +93,11 @@ def work(a: argparse.Namespace, ledger: Ledger | None) -> int:
         raise UserError(f"unknown proposer {a.proposer!r}; choose one of {', '.join(PROPOSERS)}")
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     workload.target(a.target)
+    require_compiler()
     minutes = a.budget_minutes or DEFAULT_MINUTES[workload.device.type]
-    options = Options(target=a.target, proposer=a.proposer, max_changes=a.max_changes)
+    summary = describe(workload, a, minutes)
     if a.dry_run:
-        print(describe(workload, options, minutes))
+        print(summary)
         return ExitCode.DONE
     workload.require_memory(*{workload.target(t) for t in (a.target, *DEFAULTS.values())})
     new = ledger is None
@@ -104,9 +107,10 @@ def work(a: argparse.Namespace, ledger: Ledger | None) -> int:
     budget = Budget(minutes)
     progress = Progress(budget)
     progress.done(f"run directory: {ledger.directory}" + ("" if new else " (continued)"))
-    progress.done(describe(workload, options, minutes))
+    progress.done(summary)
     try:
-        reason = Loop(workload, ledger, options, budget, progress).run()
+        session = Session(workload, ledger, a.target, budget, progress)
+        reason = Loop(session, a.proposer, a.max_changes).run()
     except KeyboardInterrupt:
         ledger.append("stopped", {"reason": "interrupted"})
         progress.close()
@@ -126,13 +130,23 @@ def work(a: argparse.Namespace, ledger: Ledger | None) -> int:
     return ExitCode.OUT_OF_BUDGET if reason == "budget" and not judged else ExitCode.DONE
 
 
-def describe(workload: "Workload", options: "Options", minutes: float) -> str:
-    chosen = workload.target(options.target)
+def require_compiler() -> None:
+    """Inductor compiles its CPU kernels, and Triton its launchers, with the machine's compiler."""
+    wanted = os.environ.get("CXX"), "g++", "clang++", "c++"
+    if not any(name and shutil.which(name) for name in wanted):
+        raise UserError(
+            "no C++ compiler: neither CXX nor g++, clang++ or c++ on PATH; install one "
+            "(g++ in your system's packages), or set CXX"
+        )
+
+
+def describe(workload: "Workload", a: argparse.Namespace, minutes: float) -> str:
+    chosen = workload.target(a.target)
     scale = "a toy, so its sizes are cut down; " if workload.toy else ""
     return (
         f"{workload.name} {workload.preset} on {workload.device.type}: "
         f"{workload.weight_bytes / 2**30:.3g} GiB of weights; {scale}"
-        f"{chosen.name}: {chosen.describe()}; proposer {options.proposer}; {minutes:g} min"
+        f"{chosen.name}: {chosen.describe()}; proposer {a.proposer}; {minutes:g} min"
     )
 
 

@@ -73,7 +73,7 @@ def _search(
     assert knobs_type is not None and implementation.shape is not None
     shape = implementation.shape(node, *args)
 
-    def time_us(values: dict[str, KnobValue]) -> float:
+    def time_us(values: Mapping[str, Any]) -> float:
         knobs = {shape_key(shape): knobs_type(**values)}
         candidate = replace_forward(node, change, implementation, knobs)
         return time_call(candidate, *args)

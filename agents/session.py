@@ -1,0 +1,199 @@
+"""What a run stands on: the checked reference, its baselines, the smallest effect, the traces.
+
+Each stage is done once and written to the ledger; a continued run finds it there.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from agents.budget import Budget
+from agents.history import History
+from agents.measure import KINDS, Measure, Steps
+from agents.progress import Progress
+from harness import baselines, judge
+from harness.ceilings import measure_ceilings
+from harness.environment import environment
+from harness.errors import UserError
+from harness.ledger import Ledger
+from harness.records import Attempt, Ceilings, Environment
+from harness.workload import Workload
+from optimized.change import share
+from optimized.plan import Enabled, Plan, apply_enabled
+from traces.kernels import aggregate, kernel_rows
+from traces.layers import layer_map
+from traces.opportunities import Opportunity, opportunities
+
+# A card can differ from run to run; these must not, or the figures would not compare.
+SAME_MACHINE = "device", "device_name", "gpu_uuid", "torch", "triton"
+BASELINE_SHARE, BASELINE_AT_MOST_S = 0.3, 480.0
+
+
+class Session:
+    """One run, new or continued, on `workload`; everything it learns goes to `ledger`."""
+
+    def __init__(
+        self, workload: Workload, ledger: Ledger, target: str, budget: Budget, progress: Progress
+    ) -> None:
+        self.workload, self.ledger = workload, ledger
+        self.budget, self.progress = budget, progress
+        self.history = History(ledger)
+        self.measure = Measure(workload, target, budget)
+
+    @property
+    def directory(self) -> Path:
+        return self.ledger.directory
+
+    def prepare(self) -> None:
+        """All stages before the first change, as far as they are not done yet."""
+        self.identify()
+        self.check_reference()
+        self.time_baselines()
+        self.calibrate()
+        if self.ledger.last("opportunities") is None:
+            self.profile("before")
+
+    def identify(self) -> None:
+        here = environment(self.workload.device)
+        first = self.ledger.last("environment")
+        if first is None:
+            self.ledger.append("environment", here)
+            return
+        there = Environment.from_json(first)
+        for name in SAME_MACHINE:
+            if getattr(there, name) != getattr(here, name):
+                raise UserError(
+                    f"{self.directory} was measured with {name} {getattr(there, name)}, here it is "
+                    f"{getattr(here, name)}: the figures would not compare; start a new run"
+                )
+        self.ledger.append("resumed", here)
+
+    @cached_property
+    def reference(self) -> nn.Module:
+        self.progress.stage(f"building {self.workload.name} {self.workload.preset}")
+        return self.workload.model
+
+    def check_reference(self) -> None:
+        if self.ledger.last("self_test") is None:
+            reference = self.reference
+            self.progress.stage("self-test: the judge's replay reproduces the reference")
+            judge.self_test(reference, self.workload, self.workload.seed)
+            self.ledger.append("self_test", {"passed": True})
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        found = self.ledger.last("ceilings")
+        if found is not None:
+            return Ceilings.from_json(found)
+        self.progress.stage("measuring what this machine can do at most")
+        ceilings = measure_ceilings(self.workload.device)
+        self.ledger.append("ceilings", ceilings)
+        return ceilings
+
+    def time_baselines(self) -> None:
+        """All baselines once; a continued run times the reference again, as its anchor."""
+        known = self.history.baselines
+        for name in baselines.NAMES:
+            if name not in known:
+                self.time_baseline(name)
+        if self.ledger.last("resumed") is not None:
+            self.progress.stage("the reference again, as this session's anchor")
+            steps = self.measure.steps(self.reference)
+            timings = self.measure.timings(steps)
+            steps.close()
+            self.ledger.append("anchor", {k: t.to_json() for k, t in timings.items()})
+
+    def time_baseline(self, name: str) -> None:
+        self.budget.require()
+        inputs = {kind: self.measure.inputs(kind) for kind in KINDS}
+        self.progress.stage(f"baseline: {name}")
+        seconds = self.budget.share_s(BASELINE_SHARE, at_most_s=BASELINE_AT_MOST_S)
+        for baseline in baselines.run_baselines(
+            self.workload, inputs["decode"], inputs["prefill"], budget_s=seconds, only=name
+        ):
+            self.ledger.append("baseline", baseline)
+            times = {"decode": baseline.decode, "prefill": baseline.prefill}
+            said = [f"{kind} {t.median_us:.0f} us" for kind, t in times.items() if t is not None]
+            self.progress.done(f"baseline {name}: {', '.join(said) or baseline.absent}")
+
+    @cached_property
+    def current(self) -> nn.Module:
+        """The model with everything that was kept."""
+        model = share(self.reference)
+        for attempt in self.history.kept:
+            apply_enabled(model, enabled(attempt))
+        return model
+
+    @cached_property
+    def base(self) -> Steps:
+        """`current`, ready to be timed."""
+        return self.measure.steps(self.current)
+
+    def calibrate(self) -> None:
+        """Find the smallest effect that this machine can tell from none."""
+        if self.ledger.last("effect") is not None:
+            return
+        self.budget.require()
+        self.progress.stage("A/A runs: the smallest effect that can be told from none")
+        effects = self.measure.effects(self.base)
+        self.ledger.append("effect", {f"{kind}_us": effects[kind] for kind in KINDS})
+        text = ", ".join(f"{kind} {effects[kind]:.1f} us" for kind in KINDS)
+        self.progress.done(f"smallest detectable effect: {text}")
+
+    def profile(self, when: str) -> None:
+        """Trace one decode step and record its kernels, its layers and, before any change, what
+        they offer."""
+        ceilings = self.ceilings
+        self.progress.stage(f"tracing a decode step, {when} the changes")
+        folder = self.directory / "traces"
+        folder.mkdir(exist_ok=True)
+        trace = self.measure.trace(self.current, folder / f"decode-{when}.json.gz")
+        rows = kernel_rows(trace, ceilings)
+        by_line = [row.to_json() for row in aggregate(rows, by="line")]
+        self.ledger.append("kernels", {"when": when, "rows": by_line, **trace.summary()})
+        maps = [layer.to_json() for layer in layer_map(rows, self.current)]
+        self.ledger.append("layers", {"when": when, "maps": maps})
+        if when == "before":
+            found = opportunities(rows, ceilings, self.current)
+            self.ledger.append("opportunities", {"opportunities": [o.to_json() for o in found]})
+
+    @property
+    def opportunities(self) -> list[Opportunity]:
+        found = self.ledger.last("opportunities")
+        assert found is not None  # prepare() wrote it
+        return [Opportunity.from_json(o) for o in found["opportunities"]]
+
+    def floors_us(self) -> dict[str, float | None]:
+        """The shortest a decode step can take: the bytes that any implementation must read.
+
+        Only where the weights cannot stay in a cache, so not for a toy model.
+        """
+        compulsory = (self.ledger.last("kernels") or {}).get("compulsory_bytes")
+        if self.workload.toy or compulsory is None:
+            return dict.fromkeys(KINDS)
+        return {"decode": compulsory / self.ceilings.read_gb_per_s / 1e3, "prefill": None}
+
+    def adopt(self, model: nn.Module, steps: Steps) -> None:
+        """A kept candidate becomes the model as it stands."""
+        self.base.close()
+        self.current, self.base = model, steps
+        timings = self.measure.timings(steps)
+        self.ledger.append("measured", {k: t.to_json() for k, t in timings.items()})
+        device = Environment.from_json(self.ledger.last("environment") or {}).device_name
+        changes = tuple(enabled(a) for a in self.history.kept)
+        plan = Plan(model=self.workload.name, device=device, changes=changes)
+        plan.save(self.directory / "plan.toml")
+
+    def finish(self) -> None:
+        """The closing trace and times of the model as it stands."""
+        self.profile("after")
+        self.progress.stage("closing measurements")
+        timings: dict[str, Any] = self.measure.timings(self.base)
+        self.ledger.append("final", {k: t.to_json() for k, t in timings.items()})
+
+
+def enabled(attempt: Attempt) -> Enabled:
+    """The line of a plan that a kept attempt stands for."""
+    return Enabled(name=attempt.name, backend=attempt.backend, knobs=attempt.knobs)

@@ -1,0 +1,116 @@
+"""Bad input to the main command: one line on stderr, exit 2, nothing written, nothing lost."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.ledger import Ledger
+
+TOY = str(Path(__file__).with_name("toy_model.py"))
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, cwd: Path, preexec=None, **environment: str):
+    return subprocess.run(
+        [sys.executable, "-m", "agents.run", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=preexec,
+    )
+
+
+def older_run(tmp_path: Path) -> str:
+    ledger = Ledger.create(tmp_path / "old")
+    ledger.append("run", {"schema": 0, "target": "decode-bs1"})
+    return str(ledger.directory)
+
+
+BAD = {
+    "unknown-model": (("--model", "bream"), "unknown model 'bream'; known: beam"),
+    "model-file-missing": (("--model", "nowhere.py"), "no model file at nowhere.py"),
+    "unknown-target": (("--target", "decode-bs3"), "unknown target 'decode-bs3'; choose one of"),
+    "unknown-preset": (("--preset", "huge"), "has no preset 'huge'; choose one of"),
+    "unknown-device": (("--device", "tpu"), "unknown device 'tpu'; choose auto, cpu or cuda"),
+    "unknown-proposer": (("--proposer", "oracle"), "unknown proposer 'oracle'; choose one of auto"),
+    "no-time": (("--budget-minutes", "0"), "--budget-minutes is 0; give a number above 0"),
+    "no-changes": (("--max-changes", "0"), "--max-changes is 0; give at least 1"),
+    "not-a-run": (("--resume", "."), "is not a run: it has no ledger.jsonl"),
+    "two-directories": (("--resume", ".", "--run-dir", "x"), "leave --run-dir out"),
+    "does-not-fit": (("--preset", "full", "--device", "cpu"), "GiB for its weights and"),
+}
+
+
+@pytest.mark.parametrize("words, says", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_and_exit_2(words, says, tmp_path):
+    target = () if "--target" in words or "--resume" in words else ("--target", "decode-bs1")
+    done = run(*target, *words, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_target_says_what_to_give(tmp_path):
+    done = run(cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--target is missing" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_run_of_another_schema_is_refused(tmp_path):
+    done = run("--resume", older_run(tmp_path), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "has schema 0, this version reads schema 1" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_gpu_is_refused(tmp_path):
+    done = run("--target", "decode-bs1", "--device", "cuda", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no CUDA device is visible" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_without_a_compiler_nothing_starts(tmp_path):
+    done = run("--target", "decode-bs1", "--model", TOY, cwd=tmp_path, PATH=str(tmp_path), CXX="")
+    assert done.returncode == 2
+    assert "no C++ compiler" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_existing_run_directory_is_not_overwritten(tmp_path):
+    directory = older_run(tmp_path)
+    before = (Path(directory) / Ledger.NAME).read_bytes()
+    words = ("--target", "decode-bs1", "--model", TOY, "--run-dir", directory)
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "already holds a run; continue it with --resume" in done.stderr
+    assert (Path(directory) / Ledger.NAME).read_bytes() == before
+
+
+def test_full_disk_stops_with_one_line_and_keeps_what_was_written(tmp_path):
+    """No file may grow beyond 700 bytes: the ledger fills up as a disk would."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+
+    directory = tmp_path / "run"
+    words = ("--target", "decode-bs1", "--model", TOY, "--run-dir", str(directory))
+    done = run(*words, cwd=tmp_path, preexec=limit)
+    assert done.returncode == 2, done.stderr
+    assert "free space, then continue with --resume" in done.stderr.splitlines()[-1]
+    kinds = [event.kind for event in Ledger.open(directory).events()]
+    assert kinds[0] == "run"
+
+
+def test_dry_run_says_what_would_be_run_and_writes_nothing(tmp_path):
+    words = ("--target", "decode-bs1", "--model", TOY, "--dry-run", "--device", "cpu")
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "toy on cpu" in done.stdout and "decode 1 x 1 token(s)" in done.stdout
+    assert list(tmp_path.iterdir()) == []
