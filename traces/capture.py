@@ -18,11 +18,13 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from harness.records import Ceilings
 from harness.step import HasArgs, Mode, Step
-from traces import kineto, perfetto
-from traces.assemble import Timed, assemble, host_timed, launched
+from traces import perfetto
+from traces.assemble import assemble
 from traces.kineto import Event
 from traces.names import STEP
+from traces.origins import read
 from traces.outline import outline
 from traces.recorder import Recorder, recording
 from traces.trace import Trace, save
@@ -41,12 +43,14 @@ def capture(
     mode: Mode = "eager",
     step: Callable[[], Any] | None = None,
     title: str = "",
+    ceilings: Ceilings | None = None,
 ) -> Trace:
     """Trace `model(*inputs.args)`: the kernels of one step with module, source line and cost.
 
     `mode` is how the timed steps run; `step`, if given, is what runs one (an existing `Step`, so
-    that no second graph is captured). With a `path` the trace is written there, in a form that
-    Perfetto shows and `traces.trace.load` reads; its name should end in .json.gz.
+    that no second graph is captured). `ceilings` go into the trace, for floors. With a `path` the
+    trace is written there, in a form that Perfetto shows and `traces.trace.load` reads; its name
+    should end in .json.gz.
     """
     args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else inputs.args
     eager = Step(model, args, "eager")
@@ -63,13 +67,7 @@ def capture(
     finally:
         if own is not None:
             own.close()
-    forest = kineto.host_forest(events)
-    steps = kineto.steps(forest)[1:]  # the first under a profiler is slower
-    if device.type == "cuda":
-        launches = launched(recorder, recorded)
-        timed = [Timed.of_device(kineto.in_step(kineto.device_events(events), s), s) for s in steps]
-    else:
-        launches, timed = host_timed(recorder, recorded, steps)
+    launches, timed = read(recorder, recorded, events, device.type)
     trace = assemble(
         recorder,
         launches,
@@ -79,6 +77,7 @@ def capture(
         mode=mode,
         step_us=step_us,
         title=title or type(model).__name__,
+        ceilings=ceilings,
     )
     if path is not None:
         save(trace, path, perfetto.enriched(events, trace, timed, device.type))

@@ -28,7 +28,9 @@ def layer_map(rows: Sequence[KernelRow], model: Any) -> list[LayerMap]:
         kinds.setdefault(kind, []).append(layer)
     maps = []
     for kind, layers in kinds.items():
-        usual, _ = Counter(signatures[layer] for layer in layers).most_common(1)[0]
+        counts = Counter(signatures[layer] for layer in layers)
+        # Of equally common ones the later: a first layer may also do what stands before it.
+        usual = max(reversed(counts), key=lambda found: counts[found])
         shown = next(layer for layer in layers if signatures[layer] == usual)
         maps.append(LayerMap(kind=kind, module=shown, kernels=tuple(kernels[shown])))
     return maps

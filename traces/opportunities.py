@@ -133,10 +133,10 @@ def _weigh(
     for pack in packs:
         total = sum(kernels[n].time_us for n in pack)
         heavy_us += max(0.0, total * scale - (len(pack) - 1) * ceilings.launch_us)
+    light = [k for k in kernels if not k.matmul]
+    fused_us = heavy_us + _floor_us(light, private, ceilings)
     if trace.device == "cpu" or not packs:  # a CPU calls products from inside the fused call
-        after_us = max(call_us + heavy_us, floor)
-    else:
-        after_us = max(heavy_us, floor)
+        fused_us += call_us
     return _Weight(
         launches=len(kernels),
         launches_saved=len(kernels) - max(1, len(packs)),
@@ -145,7 +145,7 @@ def _weigh(
         gap_us=gap_us,
         floor_us=floor,
         now_us=(time_us + gap_us) * scale,
-        after_us=after_us,
+        after_us=max(fused_us, floor),
     )
 
 

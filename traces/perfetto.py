@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from traces.assemble import Timed
 from traces.kineto import Event
+from traces.origins import Timed
 from traces.trace import Kernel, Trace
 
 

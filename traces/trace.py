@@ -9,7 +9,7 @@ model.
 import gzip
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -150,9 +150,6 @@ class Trace(Record):
             "ambiguous": len(self.ambiguous),
             "compulsory_bytes": self.compulsory_bytes,
         }
-
-    def with_ceilings(self, ceilings: Ceilings) -> "Trace":
-        return replace(self, ceilings=ceilings)
 
 
 def save(trace: Trace, path: Path, events: Sequence[dict[str, Any]] = ()) -> None:
