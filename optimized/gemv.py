@@ -1,0 +1,185 @@
+"""y = x W^T for a handful of rows: BF16 in and out, FP32 accumulation, one rounding.
+
+x [M, D], rows evenly spaced; W [O, D] contiguous; y [M, O]. The weight is read once, 2 O D bytes,
+and is nearly all the traffic: 18 MB or 4.2 us at H200's 4.33 TB/s for 1792 x 5120, where cuBLAS
+takes 8.9 us (2026-11-29). So what counts is how many loads are in flight, not arithmetic.
+
+M = 1: a program sums `rows` outputs on CUDA cores, loads of 16 bytes a thread, the loop over D
+unrolled so that all of them can be issued ahead. M = 2 to 16: tensor cores, the rows padded to 16,
+the loop pipelined.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from optimized.change import KnobValue
+from optimized.triton_support import INTERPRETED, OfflineCase, row_stride
+
+MAX_ROWS = 16  # of x; more fill the tensor cores well enough for a library's kernel
+MAX_UNROLL = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemvKnobs:
+    """`warps` of a thread block, the `rows` of W it multiplies, `block` columns of W at a time, and
+    `stages` of the pipelined loop (M > 1). Sizes are M, O and D."""
+
+    warps: int
+    rows: int
+    block: int
+    stages: int
+
+    @classmethod
+    def heuristic(cls, shape: Mapping[str, int]) -> "GemvKnobs":
+        if shape["M"] > 1:
+            return cls(warps=4, rows=16 if shape["O"] < 8192 else 64, block=256, stages=4)
+        rows = 4 if shape["O"] >= 1024 else 1
+        block = min(1024, triton.next_power_of_2(shape["D"]))
+        while shape["D"] % block and block > 256:  # no half-empty load at the end of a row
+            block //= 2
+        return cls(warps=4 if block >= 1024 else 2, rows=rows, block=block, stages=1)
+
+    @classmethod
+    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
+        if shape["M"] > 1:
+            return {
+                "warps": (2, 4, 8),
+                "rows": (16, 32, 64, 128),
+                "block": (64, 128, 256, 512),
+                "stages": (2, 3, 4, 6),
+            }
+        return {
+            "warps": (1, 2, 4, 8),
+            "rows": (1, 2, 4, 8, 16),
+            "block": (256, 512, 1024, 2048),
+            "stages": (1,),
+        }
+
+    def is_valid(self, shape: Mapping[str, int]) -> bool:
+        if any(n < 1 or n & (n - 1) for n in (self.warps, self.rows, self.block)):
+            return False
+        values = self.rows * self.block
+        if shape["M"] == 1:
+            loops = triton.cdiv(shape["D"], self.block)
+            return self.stages == 1 and values // self.warps <= 2048 and loops <= MAX_UNROLL
+        staged = (values + 16 * self.block) * 2 * self.stages  # bytes of shared memory
+        return self.rows >= 16 and self.block >= 32 and staged <= 200_000
+
+
+@triton.jit
+def gemv_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    O,  # noqa: E741
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    in_rows = (rows < O)[:, None]
+    w_rows = w_ptr + rows.to(tl.int64)[:, None] * D
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.static_range(0, D, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
+        column = first + columns
+        if first + BLOCK <= D:
+            w = tl.load(w_rows + column[None, :], mask=in_rows, other=0.0)
+            x = tl.load(x_ptr + column)
+        else:
+            w = tl.load(w_rows + column[None, :], mask=in_rows & (column < D)[None, :], other=0.0)
+            x = tl.load(x_ptr + column, mask=column < D, other=0.0)
+        total += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    tl.store(y_ptr + rows, tl.sum(total, axis=1).to(tl.bfloat16), mask=rows < O)
+
+
+@triton.jit
+def few_rows_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    x_stride,
+    M,
+    O,  # noqa: E741
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """`WIDE` multiplies in FP32, for the interpreter, whose BF16 products are wrong."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    tokens = tl.arange(0, 16)
+    in_rows, in_tokens = (rows < O)[:, None], (tokens < M)[None, :]
+    w_rows = w_ptr + rows.to(tl.int64)[:, None] * D
+    x_rows = x_ptr + tokens.to(tl.int64)[None, :] * x_stride
+    total = tl.zeros((ROWS, 16), tl.float32)
+    for first in tl.range(0, D, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        column = first + columns
+        inside = column < D
+        w = tl.load(w_rows + column[None, :], mask=in_rows & inside[None, :], other=0.0)
+        x = tl.load(x_rows + column[:, None], mask=in_tokens & inside[:, None], other=0.0)
+        if WIDE:
+            total += tl.dot(w.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+        else:
+            total = tl.dot(w, x, total)
+    y_pointers = y_ptr + tokens.to(tl.int64)[None, :] * O + rows[:, None]
+    tl.store(y_pointers, total.to(tl.bfloat16), mask=in_rows & in_tokens)
+
+
+def sizes(x: Tensor, outputs: int) -> dict[str, int]:
+    """M rows, O outputs, D inputs of a product."""
+    return {"M": x.numel() // max(1, x.shape[-1]), "O": outputs, "D": x.shape[-1]}
+
+
+def outside_rows(x: Tensor) -> str | None:
+    """Why the kernels cannot read `x` [..., D], or None."""
+    if row_stride(x) is None:
+        return f"x has strides {x.stride()}, the kernel takes evenly spaced rows"
+    if x.shape[-1] % 8 or x.data_ptr() % 16:
+        return f"x has width {x.shape[-1]}, the kernel takes multiples of 8, 16-byte aligned"
+    return None
+
+
+def multiply(x: Tensor, weight: Tensor, knobs: GemvKnobs | None = None) -> Tensor:
+    """x [..., D] times weight [O, D] transposed -> [..., O] BF16; at most `MAX_ROWS` rows of x."""
+    outputs, width = weight.shape
+    shape = sizes(x, outputs)
+    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    chosen = knobs or GemvKnobs.heuristic(shape)
+    grid = (triton.cdiv(outputs, chosen.rows),)
+    blocks: dict[str, Any] = {"D": width, "ROWS": chosen.rows, "BLOCK": chosen.block}
+    blocks["num_warps"] = chosen.warps
+    if shape["M"] == 1:
+        gemv_kernel[grid](x, weight, y, outputs, **blocks)
+    else:
+        blocks |= {"STAGES": chosen.stages, "WIDE": INTERPRETED}
+        stride = row_stride(x)
+        few_rows_kernel[grid](x, weight, y, stride, shape["M"], outputs, **blocks)
+    return y
+
+
+def offline_cases() -> list[OfflineCase]:
+    """The packed projection of a TP8 rank of Beam, for one row and for eight."""
+    pointers = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*bf16")
+    found = []
+    for rows in (1, 8):
+        knobs = GemvKnobs.heuristic({"M": rows, "O": 1792, "D": 5120})
+        values: dict[str, Any] = {"D": 5120, "ROWS": knobs.rows, "BLOCK": knobs.block}
+        signature = {**pointers}
+        if rows > 1:
+            signature |= {"x_stride": "i32:16", "M": "i32"}
+            values |= {"STAGES": knobs.stages, "WIDE": False}
+        signature |= {"O": "i32:16", **dict.fromkeys(values, "constexpr")}
+        kernel = gemv_kernel if rows == 1 else few_rows_kernel
+        found.append(OfflineCase(kernel, signature, values, knobs.warps))
+    return found
