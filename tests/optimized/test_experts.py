@@ -1,0 +1,136 @@
+"""The experts' kernels against the reference: three roundings, ragged sizes, repeated experts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from optimized.experts_decode import CHANGE, ExpertsKnobs
+from reference.beam import Experts, configs
+from tests.optimized.kernel_checks import (
+    DEVICE,
+    all_knobs,
+    bf16,
+    needs_kernels,
+    refusal,
+    run_triton,
+    same_bits,
+)
+from tests.reference.noise import assert_within, within
+
+pytestmark = needs_kernels
+
+
+def node(experts: int, width: int, inner: int) -> Experts:
+    config = replace(
+        configs["mini"], experts=experts, hidden=width, expert_ff=inner, gather_limit=64
+    )
+    made = Experts(config).to(DEVICE).requires_grad_(False)
+    for seed, weight in enumerate(made.parameters()):
+        weight.copy_(bf16(*weight.shape, scale=weight.shape[-1] ** -0.5, seed=seed))
+    return made
+
+
+def choices(tokens: int, top_k: int, experts: int) -> torch.Tensor:
+    rows = [torch.randperm(experts)[:top_k] for _ in range(tokens)]
+    return torch.stack(rows).to(DEVICE) if rows else torch.empty(0, top_k, dtype=torch.int64)
+
+
+def reordered(reference: Experts, x, experts, count=16):
+    """The reference with both of its sums in `count` other orders."""
+    twin = node(*reference.gate_up_proj.shape[:1], x.shape[1], reference.down_proj.shape[2])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        order = torch.randperm(x.shape[1], generator=generator).to(DEVICE)
+        inner = torch.randperm(reference.down_proj.shape[2], generator=generator).to(DEVICE)
+        halves = reference.gate_up_proj.unflatten(1, (2, -1))
+        twin.gate_up_proj.copy_(halves[:, :, inner][..., order].flatten(1, 2))
+        twin.down_proj.copy_(reference.down_proj[..., inner])
+        yield twin(x[:, order], experts)
+
+
+def assert_matches(reference, x, experts, knobs=None):
+    found = run_triton(CHANGE, reference, x, experts, knobs=knobs)
+    assert found.shape == (*experts.shape, x.shape[1])
+    assert_within(found, reference(x, experts), reordered(reference, x, experts))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "width", "inner"),
+    [(1, 4, 16, 256, 64), (3, 2, 8, 320, 40), (5, 3, 4, 96, 33), (1, 1, 2, 7, 5)],
+    ids=lambda value: str(value),
+)
+def test_matches_the_reference(tokens, top_k, experts, width, inner):
+    reference = node(experts, width, inner)
+    assert_matches(reference, bf16(tokens, width), choices(tokens, top_k, experts))
+
+
+def test_matches_at_beams_width():
+    assert_matches(node(2, 5120, 320), bf16(1, 5120), choices(1, 1, 2))
+
+
+def test_every_knob_gives_the_same_function():
+    reference, x, experts = node(4, 320, 72), bf16(1, 320), choices(1, 2, 4)
+    seen = 0
+    for knobs in all_knobs(CHANGE, {"P": 2, "D": 320, "F": 72}):
+        assert_matches(reference, x, experts, knobs=knobs)
+        seen += 1
+    assert seen >= 8
+
+
+def test_no_tokens():
+    reference = node(4, 64, 32)
+    experts = choices(0, 4, 4).to(DEVICE)
+    assert run_triton(CHANGE, reference, bf16(0, 64), experts).shape == (0, 4, 64)
+
+
+def test_rows_of_a_larger_tensor_and_the_same_expert_twice():
+    reference = node(4, 64, 32)
+    x = bf16(2, 192)[:, 64:128]
+    assert_matches(reference, x, torch.tensor([[3, 3], [0, 3]], device=DEVICE))
+
+
+def test_a_token_alone_gives_the_same_bits():
+    reference, x, experts = node(8, 256, 64), bf16(4, 256), choices(4, 2, 8)
+    together = run_triton(CHANGE, reference, x, experts)
+    alone = run_triton(CHANGE, reference, x[2:3], experts[2:3].contiguous())
+    assert same_bits(together[2:3], alone)
+
+
+@pytest.mark.parametrize("point", ["gate_up", "activation"])
+def test_one_rounding_less_would_be_noticed(point):
+    reference, x, experts = node(8, 256, 64), bf16(8, 256), choices(8, 4, 8)
+
+    def rounded(value, name):
+        return value if name == point else value.to(torch.bfloat16).float()
+
+    weight = reference.gate_up_proj[experts].float()
+    gate_up = rounded((weight @ x.float()[:, None, :, None]).squeeze(-1), "gate_up")
+    gate, up = gate_up.chunk(2, dim=-1)
+    hidden = rounded(F.silu(gate) * up, "activation")
+    y = (reference.down_proj[experts].float() @ hidden[..., None]).squeeze(-1).to(torch.bfloat16)
+    assert not within(y, reference(x, experts), reordered(reference, x, experts))
+
+
+def test_guard_says_why():
+    reference, x, experts = node(4, 64, 32), bf16(2, 64), choices(2, 2, 4)
+    assert refusal(CHANGE, reference, x, experts) == ""
+    assert "65 token-expert pairs" in refusal(CHANGE, reference, bf16(65, 64), choices(65, 1, 4))
+    assert "fit together" in refusal(CHANGE, reference, x[:1], experts)
+    assert "int32" in refusal(CHANGE, reference, x, experts.int())
+    assert "contiguous" in refusal(CHANGE, reference, bf16(2, 128)[:, ::2], experts)
+    assert "torch.float32" in refusal(CHANGE, reference, x.float(), experts)
+
+
+def test_heuristic_is_valid():
+    for width, inner in ((5120, 320), (5120, 1280), (5120, 2560), (256, 64), (7, 5)):
+        sizes = {"P": 8, "D": width, "F": inner}
+        assert ExpertsKnobs.heuristic(sizes).is_valid(sizes), sizes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [320, 1280], ids="bf16-D5120-F{}".format)
+@pytest.mark.parametrize("tokens", [1, 8], ids="N{}".format)
+def test_matches_on_cuda(tokens, inner):
+    assert_matches(node(16, 5120, inner), bf16(tokens, 5120), choices(tokens, 8, 16))
