@@ -1,4 +1,4 @@
-"""A checkpoint that doesn't fit, or is damaged: one line that names the tensor or the file, what was
+"""A checkpoint that doesn't fit or is damaged: one line that names the tensor or the file, what was
 expected and what to do next, and a model that is as it was."""
 
 import json

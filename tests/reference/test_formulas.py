@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from reference import beam
-from reference.beam import BeamConfig, ResidualBoundary, SwiGLU, rms_norm, rope
+from reference.beam import BeamConfig, Combine, ResidualBoundary, SwiGLU, rms_norm, rope
 from tests.reference import small
 
 FP32_EPS = torch.finfo(torch.float32).eps
@@ -119,6 +119,17 @@ def test_swiglu() -> None:
     want = [0.0, 2 / (1 + math.exp(-1)), -4 / (1 + math.exp(1))]
     for value, expected in zip(found.tolist(), want, strict=True):
         assert abs(value - expected) <= 3 * FP32_EPS * abs(expected)
+
+
+def test_combine_adds_in_slot_order_and_rounds_once_after_the_scale() -> None:
+    """Columns: in FP32 1 + 2^25 - 2^25 is 0 in this order and 1 in the other; 257 * 2.5 = 642.5 is
+    644 in BF16, and 640 if 257 had been rounded first."""
+    big = 2.0**25
+    y = torch.tensor([[[1.0, 256.0], [big, 0.5], [-big, 0.5]]]).bfloat16()
+    assert Combine(2.5)(y, torch.ones(1, 3)).tolist() == [[0.0, 644.0]]
+    assert Combine(2.5)(y.flip(1), torch.ones(1, 3)).tolist() == [[2.5, 644.0]]
+    weights = torch.tensor([[0.5, 0.0, 0.25]])
+    assert Combine(1.0)(y[..., 1:], weights).tolist() == [[128.0]]
 
 
 def test_layer_kinds_of_the_full_model() -> None:

@@ -12,7 +12,7 @@ from reference import beam, beam_attention
 from reference.beam import Attend, Attention, Experts
 from tests.reference import small
 from tests.reference.golden import attention_fp64
-from tests.reference.noise import assert_within, distance, permutation, reorderings, undo
+from tests.reference.noise import assert_within, distance, permutation, reorderings, undo, within
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 T = 20
@@ -100,6 +100,16 @@ def reordered_keys(attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor):
     for _ in range(ORDERINGS):
         keys, dims = permutation(k.shape[1], generator), permutation(q.shape[-1], generator)
         yield attend(q[..., dims], k[:, keys][..., dims], v[:, keys], mask[..., keys])
+
+
+def test_attention_in_bf16_rounds_nothing_but_its_result() -> None:
+    """Within its own noise of FP64 rounded once; with rounded probabilities it isn't."""
+    attend, q, k, v, mask = attention_case(torch.bfloat16)
+    golden = attention_fp64(q, k, v, mask, attend.scale).bfloat16()
+    noise = list(reordered_keys(attend, q, k, v, mask))
+    ours = attend(q, k, v, mask)
+    assert_within(golden, ours, noise)
+    assert not within(RoundedProbabilities(attend.scale)(q, k, v, mask), ours, noise)
 
 
 def library_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
