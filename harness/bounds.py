@@ -1,0 +1,104 @@
+"""How many elements may differ: exact binomial bounds on the reference's own noise.
+
+Noise replays show `k` of `n` elements differing. The rate behind that is at most p (Clopper and
+Pearson), so a correct candidate differs in more than the bound's number of its `m` elements with a
+probability below `FALSE_ALARM`. No noise seen is not no noise: k = 0 still gives p = -ln(a) / n,
+the rule of three for other levels than 95%.
+"""
+
+import math
+from collections.abc import Sequence
+
+FALSE_ALARM = 1e-5  # policy: the chance that a correct output of a change is refused
+STEPS = 200  # of bisection: more than doubles have bits
+
+
+def beta_cdf(x: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function I_x(a, b), by Lentz's continued fraction."""
+    if x <= 0.0 or x >= 1.0:
+        return 0.0 if x <= 0.0 else 1.0
+    if x > (a + 1) / (a + b + 2):
+        return 1.0 - beta_cdf(1.0 - x, b, a)
+    front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    front += a * math.log(x) + b * math.log1p(-x)
+    tiny = 1e-300
+    c, d = 1.0, 1.0 - (a + b) * x / (a + 1)
+    d = 1.0 / (d if abs(d) > tiny else tiny)
+    total = d
+    for m in range(1, 10_000):
+        for numerator in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d = 1.0 + numerator * d
+            d = 1.0 / (d if abs(d) > tiny else tiny)
+            c = 1.0 + numerator / c
+            c = c if abs(c) > tiny else tiny
+            total *= c * d
+        if abs(c * d - 1.0) < 1e-13:
+            break
+    return math.exp(front) * total / a
+
+
+def upper_rate(differing: float, elements: float, level: float = FALSE_ALARM) -> float:
+    """The Clopper-Pearson upper bound of a rate: above it, seeing so few has a chance < `level`."""
+    if elements <= 0 or differing >= elements:
+        return 1.0
+    low, high = differing / elements, 1.0
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        if 1.0 - beta_cdf(middle, differing + 1, elements - differing) > level:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def binomial_limit(elements: float, rate: float, level: float = FALSE_ALARM) -> float:
+    """The smallest count that a binomial of this rate exceeds with a chance < `level`."""
+    if rate >= 1.0 or elements <= 0:
+        return max(0.0, elements)
+    low, high = -1, math.ceil(elements)  # P(X > high) = 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        exceeds = beta_cdf(rate, middle + 1, elements - middle) if middle < elements else 0.0
+        low, high = (low, middle) if exceeds < level else (middle, high)
+    return float(high)
+
+
+def spread(counts: Sequence[int], sizes: Sequence[int]) -> float:
+    """How much more the counts of single replays vary than independent elements would: at least 1.
+
+    Elements of a row share its norm, so they come in clusters; the bounds then count clusters.
+    """
+    total, elements = sum(counts), sum(sizes)
+    if total == 0 or len(counts) < 2:
+        return 1.0
+    rate = total / elements
+    squares = sum(
+        (k - rate * m) ** 2 / (m * rate * (1 - rate) or 1.0)
+        for k, m in zip(counts, sizes, strict=True)
+        if m
+    )
+    return max(1.0, squares / (len(counts) - 1))
+
+
+def allowed(counts: Sequence[int], sizes: Sequence[int], elements: int) -> int:
+    """How many of a candidate's `elements` may differ, given the noise replays' counts."""
+    if elements == 0:
+        return 0
+    factor = spread(counts, sizes)
+    rate = upper_rate(sum(counts) / factor, sum(sizes) / factor, FALSE_ALARM / 2)
+    limit = binomial_limit(elements / factor, rate, FALSE_ALARM / 2) * factor
+    return min(elements, math.ceil(limit))
+
+
+def extreme_factor(elements: int, draws: int) -> float:
+    """By how much the largest of `elements` deviations may exceed the largest of `draws` seen.
+
+    For normal deviations the largest of n grows as sqrt(2 ln n), so the level that a candidate
+    exceeds with a chance below FALSE_ALARM is this much above what was seen.
+    """
+    if draws < 2:
+        return math.inf
+    return max(1.0, math.sqrt(math.log(max(2, elements) / FALSE_ALARM) / math.log(draws)))

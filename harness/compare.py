@@ -1,0 +1,149 @@
+"""Distances between tensors in units of the last place, pooled over cases."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from harness.operators import is_real
+from harness.trees import bits
+
+BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8)}
+BEYOND = ">8"
+
+
+def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
+    """How many representable values lie between a and b, int64; -0 and +0 are 0 apart."""
+    if not is_real(a.dtype):
+        return (a.long() - b.long()).abs()
+    if a.dtype.is_complex:
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if a.dtype.itemsize == 1:
+        a, b = a.bfloat16(), b.bfloat16()  # holds every FP8 value
+    return (_ordered(a) - _ordered(b)).abs()
+
+
+def _ordered(x: Tensor) -> Tensor:
+    pattern = bits(x)
+    lowest = torch.iinfo(pattern.dtype).min
+    pattern = pattern.long()
+    return torch.where(pattern < 0, lowest - pattern, pattern)
+
+
+def differs(a: Tensor, b: Tensor, numerics: str) -> Tensor:
+    """Where a and b differ: in any bit, save a zero's sign in the result of a reduction."""
+    if numerics == "reduction":
+        return (a != b) & ~(a.isnan() & b.isnan()) if is_real(a.dtype) else a != b
+    return bits(a) != bits(b)
+
+
+def scaled(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| in ULPs (of their dtype) at the row's largest |b|; rows run along the last dim."""
+    if not is_real(a.dtype):
+        return (a != b).double()
+    eps = torch.finfo(b.dtype).eps
+    wide = b.double()
+    largest = wide.abs().amax(-1, keepdim=True) if b.ndim and b.numel() else wide.abs()
+    exponent = torch.frexp(largest.clamp_min(torch.finfo(b.dtype).tiny)).exponent - 1
+    return (a.double() - wide).abs() / torch.ldexp(torch.full_like(wide[..., :1], eps), exponent)
+
+
+@dataclass
+class Tally:
+    """One output of a candidate against the contract's replay."""
+
+    output: str
+    numerics: str
+    elements: int = 0
+    differing: int = 0
+    equal: int = 0
+    one: int = 0
+    histogram: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*BUCKETS, BEYOND), 0))
+    worst: float = 0.0
+    worst_index: tuple[int, ...] | None = None
+    worst_values: tuple[float, float] | None = None
+    worst_case: str | None = None
+    candidate_error: float = 0.0  # sums of squares
+    replay_error: float = 0.0
+    golden_norm: float = 0.0
+    noise_counts: list[int] = field(default_factory=list)
+    noise_sizes: list[int] = field(default_factory=list)
+    noise_worst: float = 0.0
+    noise_peak: float = 0.0  # largest |perturbed - replay|
+    noise_square: float = 0.0  # largest mean square of that in one replay
+    quantum: float = 0.0  # one unit in the last place of the largest result
+    golden_elements: int = 0
+
+    def add(self, case: str, candidate: Tensor, replay: Tensor, keep: Tensor | None) -> int:
+        """Pool one case, all elements or those of `keep`; returns how many differ."""
+        if candidate.numel() == 0:
+            return 0
+        distance = ulp_distance(candidate, replay)
+        wrong = differs(candidate, replay, self.numerics)
+        apart = scaled(candidate, replay)
+        if keep is not None:
+            keep = keep.expand_as(wrong)
+            distance = distance.masked_fill(~keep, 0)
+            wrong, apart = wrong & keep, apart.masked_fill(~keep, 0.0)
+        edges = torch.tensor([0, 1, 2, 4, 8], device=distance.device)
+        bucket = torch.searchsorted(edges, distance.flatten())
+        found = torch.bincount(bucket, minlength=6)
+        place = apart.flatten().argmax()
+        facts = torch.stack((wrong.sum(), keep.sum() if keep is not None else place, place))
+        (differing, kept, worst_place), counts = facts.tolist(), found.tolist()
+        if keep is None:
+            kept = candidate.numel()
+        else:
+            counts[0] -= candidate.numel() - kept  # what is not kept was set to distance 0
+        self.elements += kept
+        self.differing += differing
+        self.equal += kept - differing
+        self.one += counts[1]
+        for key, count in zip((*BUCKETS, BEYOND), counts, strict=True):
+            self.histogram[key] += count
+        top = float(apart.flatten()[worst_place])
+        if top > self.worst:
+            self.worst, self.worst_case = top, case
+            at = torch.unravel_index(torch.tensor(worst_place), candidate.shape)
+            self.worst_index = tuple(int(i) for i in at)
+            values = candidate.flatten()[worst_place], replay.flatten()[worst_place]
+            self.worst_values = float(values[0]), float(values[1])
+        return differing
+
+    def add_noise(self, perturbed: Tensor, replay: Tensor, keep: Tensor | None) -> None:
+        """Pool one noise replay against the unperturbed one."""
+        if perturbed.numel() == 0 or not is_real(perturbed.dtype):
+            return
+        wrong, apart = differs(perturbed, replay, self.numerics), scaled(perturbed, replay)
+        moved = (perturbed.double() - replay.double()).nan_to_num(0.0, 0.0, 0.0)
+        size = perturbed.numel()
+        if keep is not None:
+            keep = keep.expand_as(wrong)
+            wrong, apart, moved = wrong & keep, apart.masked_fill(~keep, 0.0), moved * keep
+            size = int(keep.sum())
+        facts = wrong.sum().double(), apart.max(), moved.abs().max(), moved.square().mean()
+        count, top, peak, square = torch.stack(facts).tolist()
+        self.noise_counts.append(int(count))
+        self.noise_sizes.append(size)
+        self.noise_worst = max(self.noise_worst, top)
+        self.noise_peak = max(self.noise_peak, peak)
+        self.noise_square = max(self.noise_square, square)
+
+    def add_golden(self, candidate: Tensor, replay: Tensor, golden: Tensor) -> None:
+        """Pool one case's distances from the FP64 result."""
+        if candidate.numel() == 0 or not is_real(candidate.dtype):
+            return
+        errors = [(x.double() - golden).square().sum() for x in (candidate, replay)]
+        largest = replay.double().abs().max()
+        mine, theirs, norm, top = torch.stack(
+            (*errors, golden.double().square().sum(), largest)
+        ).tolist()
+        if all(math.isfinite(x) for x in (mine, theirs, norm)):
+            self.candidate_error += mine
+            self.replay_error += theirs
+            self.golden_norm += norm
+            self.golden_elements += candidate.numel()
+            exponent = math.frexp(top)[1] - 1
+            eps = torch.finfo(replay.dtype).eps
+            self.quantum = max(self.quantum, math.ldexp(eps, exponent))

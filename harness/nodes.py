@@ -1,0 +1,29 @@
+"""Which nodes of a region are judged."""
+
+import random
+
+from torch import nn
+
+DRAWN = 2  # nodes besides the first, the last and one of each kind
+
+
+def pick_nodes(model: nn.Module, names: list[str], seed: int, drawn: int = DRAWN) -> list[str]:
+    """The first and the last node, one of each kind, and `drawn` others by `seed`; in order."""
+    if not names:
+        return []
+    kinds: dict[object, str] = {}
+    for name in names:
+        kinds.setdefault(kind(model.get_submodule(name)), name)
+    chosen = {names[0], names[-1], *kinds.values()}
+    rest = [n for n in names if n not in chosen]
+    chosen.update(random.Random(seed).sample(rest, min(drawn, len(rest))))
+    return [n for n in names if n in chosen]
+
+
+def kind(node: nn.Module) -> object:
+    """What tells a node from others of its region: class, parameters and settings, but no floats
+    and counters, in which each layer may differ."""
+    settings = {k: v for k, v in vars(node).items() if isinstance(v, (str, bool, tuple))}
+    shapes = [(n, t.shape, t.dtype) for n, t in node.state_dict().items()]
+    children = tuple((n, type(m).__qualname__) for n, m in node.named_modules())
+    return repr((type(node).__qualname__, sorted(settings.items()), shapes, children))

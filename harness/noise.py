@@ -1,0 +1,151 @@
+"""What a correct implementation may do otherwise: other orders of summation, other last places.
+
+These perturbations, replayed over all rows and many draws, give the reference's self-noise, from
+which `harness.bounds` derives what a candidate may differ by.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.carried import Carried
+from harness.operators import LOW
+from harness.replay import Noise
+
+TRANSCENDENTAL = frozenset(
+    "exp exp2 expm1 log log2 log10 log1p rsqrt sigmoid tanh silu gelu softplus mish elu cos sin "
+    "tan erf erfc pow log_sigmoid_forward logsumexp _softmax _log_softmax atan asin acos sinh "
+    "cosh".split()
+)
+SUMS = frozenset(("sum", "mean"))
+ALONG = frozenset(("var", "var_mean", "std", "linalg_vector_norm", "norm", "logsumexp", "prod"))
+SOFTMAX = frozenset(("_softmax", "_log_softmax"))
+SMALLEST_CHUNK = 16  # partial sums of fewer terms are no kernel's
+
+
+def _is_whole_power(called: str, args: Any) -> bool:
+    """x ** 2 and the like are products, not powers."""
+    return called == "pow" and isinstance(args[1], (int, float)) and args[1] in (0, 1, 2, 3, 4)
+
+
+class Perturbation:
+    """One drawn perturbation: every operator of a replay gets its own draws from one seed."""
+
+    def __init__(self, noise: Noise) -> None:
+        self.noise = noise
+        self.host = torch.Generator().manual_seed(noise.seed)
+        self.generators: dict[torch.device, torch.Generator] = {}
+        self.used = False  # whether anything varied
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device.type == "cpu":
+            return self.host
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device).manual_seed(self.noise.seed)
+        return self.generators[device]
+
+    def _order(self, count: int, device: torch.device) -> Tensor:
+        self.used = True
+        return torch.randperm(count, generator=self._generator(device), device=device)
+
+    def _draw(self, high: int) -> int:
+        return int(torch.randint(high, (), generator=self.host))
+
+    def scale(self) -> float:
+        """A factor in [1, 2): where in its binade a value is rounded."""
+        self.used = True
+        return 1.0 + float(torch.rand((), generator=self.host))
+
+    def run(
+        self, func: Any, called: str, args: Any, kwargs: dict[str, Any], state: Any
+    ) -> Tensor | None:
+        """The operator's result, perturbed; None if it is not one that varies."""
+        result = None
+        if self.noise.reorder:
+            result = self._reordered(func, called, args, kwargs, state)
+        if self.noise.ulp and called in TRANSCENDENTAL and not _is_whole_power(called, args):
+            if result is None:
+                result = func(*state.values(args, True), **state.values(kwargs, True))
+            result = self._nudge(result) if isinstance(result, Tensor) else result
+        return result
+
+    def _reordered(
+        self, func: Any, called: str, args: Any, kwargs: dict[str, Any], state: Any
+    ) -> Tensor | None:
+        if called in ("mm", "bmm"):
+            a, b = self._operands(args[:2], state)
+            return self.product(a, b)
+        if called in ("addmm", "baddbmm"):
+            bias, a, b = self._operands(args[:3], state)
+            order = self._order(a.shape[-1], a.device)
+            return func(bias, a.index_select(-1, order), b.index_select(-2, order), **kwargs)
+        if called in ("mv", "dot"):
+            a, b = self._operands(args[:2], state)
+            order = self._order(b.shape[-1], b.device)
+            return func(a.index_select(-1, order), b.index_select(-1, order))
+        if called not in SUMS | ALONG | SOFTMAX:
+            return None
+        x = state.values(args[0], True)
+        if called in SUMS and (len(args) < 2 or not args[1]):
+            order = self._order(x.numel(), x.device)
+            return func(x.flatten().index_select(0, order), **kwargs)
+        dims: Any = args[1] if len(args) > 1 else kwargs.get("dim")
+        dim = dims[-1] if isinstance(dims, (list, tuple)) and dims else dims
+        if not isinstance(dim, int) or not x.ndim:
+            return None
+        order = self._order(x.shape[dim], x.device)
+        mixed = x.index_select(dim, order)
+        if called in SOFTMAX:
+            return func(mixed, *args[1:], **kwargs).index_select(dim, order.argsort())
+        if called in SUMS and len(dims) == 1 and self._draw(2):
+            return self._in_chunks(called, mixed, dim, args[2] if len(args) > 2 else False)
+        return func(mixed, *args[1:], **kwargs)
+
+    def _in_chunks(self, called: str, x: Tensor, dim: int, keepdim: bool) -> Tensor:
+        """Partial sums, added one after the other."""
+        count = x.shape[dim]
+        pieces = 1 << self._draw(max(1, (count // SMALLEST_CHUNK).bit_length()))
+        total = torch.zeros((), dtype=x.dtype, device=x.device)
+        for piece in x.tensor_split(pieces, dim=dim):
+            total = total + piece.sum(dim, keepdim=keepdim)
+        return total / count if called == "mean" else total
+
+    def _operands(self, operands: Any, state: Any) -> list[Tensor]:
+        """As the library multiplies them: in their own dtype while they are rounded."""
+        narrow = all(x.narrow for x in operands if isinstance(x, Carried))
+        return [state.values(x, not narrow) for x in operands]
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b with its inner dimension in another order."""
+        if a.dtype != b.dtype:
+            wide = torch.promote_types(a.dtype, b.dtype)
+            a, b = a.to(wide), b.to(wide)
+        order = self._order(a.shape[-1], a.device)
+        a, b = a.index_select(-1, order), b.index_select(-2, order)
+        if a.dtype in LOW or not self._draw(2):
+            return a @ b
+        pieces = 1 << self._draw(max(1, min(6, (a.shape[-1] // SMALLEST_CHUNK).bit_length())))
+        total = torch.zeros((), dtype=a.dtype, device=a.device)
+        parts = a.tensor_split(pieces, dim=-1), b.tensor_split(pieces, dim=-2)
+        for x, y in zip(*parts, strict=True):
+            total = total + x @ y
+        return total
+
+    def reordered(self, q: Carried, k: Carried) -> tuple[Tensor, Tensor]:
+        """Attention's q and k with the head dimension in another order."""
+        order = self._order(q.shape[-1], q.device)
+        return q.value.index_select(-1, order), k.value.index_select(-1, order)
+
+    def _nudge(self, result: Tensor) -> Tensor:
+        """Every element moved by -1, 0 or +1 FP32 unit in the last place."""
+        if result.dtype != torch.float32:
+            return result
+        self.used = True
+        step = torch.randint(
+            -1, 2, result.shape, generator=self._generator(result.device), device=result.device
+        )
+        towards = torch.where(step > 0, torch.inf, -torch.inf)
+        moved = torch.nextafter(result, towards)
+        keep = (step == 0) | (result == 0) | ~torch.isfinite(result)
+        return torch.where(keep, result, moved)

@@ -1,0 +1,190 @@
+"""From what an examination measured to a verdict: every limit is derived here."""
+
+import math
+from dataclasses import replace
+
+from harness import bounds
+from harness.compare import Tally
+from harness.examine import Evidence, Examination
+from harness.explain import Explanation, Sample, explain
+from harness.records import PointReport, UlpReport, Verdict
+
+NOT_VISIBLE = "not visible"
+OPPOSITE = {"kept": "elided", "elided": "kept", "added": "kept"}
+
+
+def verdict(
+    exam: Examination, scope: str, samples: list[Sample], backend: str | None = None
+) -> Verdict:
+    """The record, from all that was pooled."""
+    outputs = tuple(output_report(exam, t) for t in exam.tallies.values())
+    rate = noise_rate(exam)
+    points = tuple(point_report(e, rate) for e in exam.points.values())
+    # A rounding that is declared as added and not there makes no kernel wrong.
+    wrong = [p for p in points if p.observed not in (p.declared, NOT_VISIBLE)]
+    wrong = [p for p in wrong if p.declared != "added"]
+    if samples and (wrong or "share" in exam.faults.found):
+        found = explain(samples, exam.plan())
+        if found is not None:
+            exam.faults.add("points", found.text())
+            points = explained(points, found)
+    if wrong:
+        names = " and at ".join(f"`{p.point}` ({p.source})" for p in wrong)
+        exam.faults.add("points", f"does not round as its contract says at {names}")
+    reason = exam.faults.reason
+    notes = list(exam.notes)
+    if exam.flipped:
+        notes.append(f"{exam.flipped} row(s) routed differently, each a near-tie of the reference")
+    notes.append(
+        f"false alarm {bounds.FALSE_ALARM:g} an output; {exam.noise_runs} noise replays"
+        + (f"; backend {backend}" if backend else "")
+    )
+    return Verdict(
+        scope=scope,
+        passed=reason is None,
+        reason=reason,
+        cases=exam.cases,
+        seed=exam.seed,
+        outputs=outputs,
+        points=points,
+        notes=tuple(notes),
+    )
+
+
+def output_report(exam: Examination, tally: Tally) -> UlpReport:
+    """The record of one output; adds a fault for each limit it breaks."""
+    noisy, seen = sum(tally.noise_counts), sum(tally.noise_sizes)
+    if tally.numerics == "exact":
+        allowed, worst = 0, 0.0
+    else:
+        allowed = bounds.allowed(tally.noise_counts, tally.noise_sizes, tally.elements)
+        worst = distance_limit(tally)
+    share = tally.differing / tally.elements if tally.elements else 0.0
+    allowed_share = allowed / tally.elements if tally.elements else 0.0
+    noise_share = noisy / seen if seen else 0.0
+    if tally.differing > allowed:
+        exam.faults.add(
+            "share",
+            f"{tally.output}: {_percent(share)} of {tally.elements} elements differ from the "
+            f"contract's replay, {_percent(allowed_share)} allowed ({tally.numerics}; "
+            f"self-noise {_percent(noise_share)})",
+        )
+    elif tally.worst > worst:
+        exam.faults.add(
+            "distance",
+            f"{tally.output}: an element is {tally.worst:.3g} ULPs of its row's largest off, "
+            f"{worst:.3g} allowed ({tally.worst_case})",
+        )
+    mine, ours = golden_errors(tally)
+    limit = golden_limit(tally, allowed)
+    if mine > limit:
+        exam.faults.add(
+            "golden",
+            f"{tally.output}: relative error to FP64 {mine:.3g}, the contract's replay has "
+            f"{ours:.3g}, at most {limit:.3g} is noise",
+        )
+    return UlpReport(
+        output=tally.output,
+        numerics=tally.numerics,
+        elements=tally.elements,
+        bit_equal_share=tally.equal / tally.elements if tally.elements else 1.0,
+        one_ulp_share=tally.one / tally.elements if tally.elements else 0.0,
+        worst_scaled=tally.worst,
+        histogram=tally.histogram,
+        worst_index=tally.worst_index,
+        worst_values=tally.worst_values,
+        noise_share=noise_share,
+        allowed_share=allowed_share,
+        golden_error=mine,
+        reference_golden_error=ours,
+    )
+
+
+def distance_limit(tally: Tally) -> float:
+    """The largest scaled distance that is noise: the largest that noise showed, taken on to the
+    candidate's number of elements, and one ULP more, the least by which two roundings differ."""
+    draws = sum(tally.noise_sizes)
+    if not draws:
+        return 1.0
+    factor = bounds.extreme_factor(tally.elements, draws)
+    return 1.0 + tally.noise_worst * factor
+
+
+def golden_errors(tally: Tally) -> tuple[float, float]:
+    """||x - golden|| / ||golden|| of the candidate and of the contract's replay."""
+    norm = math.sqrt(tally.golden_norm)
+    if not norm:
+        return 0.0, 0.0
+    return math.sqrt(tally.candidate_error) / norm, math.sqrt(tally.replay_error) / norm
+
+
+def golden_limit(tally: Tally, allowed: int) -> float:
+    """The relative error that the replay would have if noise worked against it: as many elements
+    as may differ, each moved by the most that noise moves one (or by the last place of the largest
+    result), or, where noise moves most elements, all moved by its root mean square."""
+    norm = math.sqrt(tally.golden_norm)
+    if not norm:
+        return math.inf
+    factor = bounds.extreme_factor(tally.elements, max(2, sum(tally.noise_sizes)))
+    if 2 * sum(tally.noise_counts) > sum(tally.noise_sizes):
+        moved = tally.golden_elements * tally.noise_square * factor**2
+    else:
+        moved = allowed * max(tally.quantum, tally.noise_peak * factor) ** 2
+    return math.sqrt(tally.replay_error + moved) / norm
+
+
+def point_report(evidence: Evidence, rate: float) -> PointReport:
+    """The record of one interior point; `rate` is the chance that noise changes an element."""
+    weight = math.log((1.0 - rate) / rate)
+    ratio = (evidence.equals_declared - evidence.equals_flipped) * weight
+    if evidence.declared == "added":
+        ratio = _added_ratio(evidence)
+    observed = evidence.declared
+    if evidence.visible == 0 or abs(ratio) < -math.log(bounds.FALSE_ALARM):
+        observed = NOT_VISIBLE
+    elif ratio < 0:
+        observed = OPPOSITE[evidence.declared]
+    return PointReport(
+        point=evidence.point.name,
+        operator=evidence.point.operator,
+        source=evidence.point.source,
+        declared=evidence.declared,
+        observed=observed,
+        visible_share=evidence.visible / evidence.elements if evidence.elements else 0.0,
+        log_likelihood_ratio=ratio,
+    )
+
+
+def _added_ratio(evidence: Evidence) -> float:
+    """Log-likelihood of an added rounding against none, from how many elements differ from the
+    replay without it: which ones do depends on the scale at which the kernel rounds."""
+    if not evidence.visible:
+        return 0.0
+    share = min(0.5, evidence.visible / evidence.elements)
+    rate = min(share, bounds.upper_rate(evidence.noise, evidence.elements))
+    differing, equal = evidence.differs_flipped, evidence.elements - evidence.differs_flipped
+    return differing * math.log(share / rate) + equal * math.log((1 - share) / (1 - rate))
+
+
+def explained(points: tuple[PointReport, ...], found: Explanation) -> tuple[PointReport, ...]:
+    """The reports with what the explanation says was observed."""
+    elided, kept = ({p.name for p in group} for group in (found.elided, found.kept))
+    return tuple(
+        replace(p, observed="elided")
+        if p.point in elided
+        else replace(p, observed="kept")
+        if p.point in kept
+        else p
+        for p in points
+    )
+
+
+def noise_rate(exam: Examination) -> float:
+    """An upper bound of the chance that noise changes an element, at most one half."""
+    counts = sum(sum(t.noise_counts) for t in exam.tallies.values())
+    sizes = sum(sum(t.noise_sizes) for t in exam.tallies.values())
+    return min(0.5, bounds.upper_rate(counts, sizes)) if sizes else bounds.FALSE_ALARM
+
+
+def _percent(share: float) -> str:
+    return f"{share:.3%}" if share >= 1e-3 else f"{share:.2g}"
