@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.triton_support import OfflineCase, launch, outside_domain, silu_fp32
@@ -33,7 +33,7 @@ MAX_TILE = 8192  # partial sums a program holds, of each matrix
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKnobs:
-    """Per kernel: `rows` of outputs a program, the `block` of the sum it takes at a time, `warps`."""
+    """Per kernel: `rows` of outputs a program, the `block` of the sum at a time, `warps`."""
 
     up_rows: int
     up_block: int
@@ -163,7 +163,9 @@ def guard(node: Any, x: Tensor, experts: Tensor) -> str | None:
     count, width, inner = node.down_proj.shape
     if node.gate_up_proj.shape != (count, 2 * inner, width) or x.shape[1] != width:
         return f"weights {tuple(node.gate_up_proj.shape)}, {tuple(node.down_proj.shape)} do not fit"
-    if x.stride(1) != 1 or not (node.gate_up_proj.is_contiguous() and node.down_proj.is_contiguous()):
+    if x.stride(1) != 1 or not (
+        node.gate_up_proj.is_contiguous() and node.down_proj.is_contiguous()
+    ):
         return "x or the weights are not contiguous"
     return outside_domain(x=x, gate_up_proj=node.gate_up_proj, down_proj=node.down_proj)
 

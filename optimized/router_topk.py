@@ -262,7 +262,7 @@ CHANGE = Change(
     name="router_topk",
     region="router",
     summary="FP32 router for a few tokens: logits, then grouped top-k and weights in one warp",
-    contract=Contract(numerics="reduction", batch_invariant=True),
+    contract=Contract(numerics="reduction"),
     implementations=(
         Implementation(
             backend="triton",

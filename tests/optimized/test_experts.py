@@ -58,7 +58,7 @@ def assert_matches(reference, x, experts, knobs=None):
 
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "width", "inner"),
-    [(1, 4, 16, 256, 64), (3, 2, 8, 320, 40), (5, 3, 4, 96, 33), (1, 1, 2, 7, 5)],
+    [(1, 4, 16, 256, 64), (3, 2, 8, 160, 24), (2, 3, 4, 96, 33), (1, 1, 2, 7, 5)],
     ids=lambda value: str(value),
 )
 def test_matches_the_reference(tokens, top_k, experts, width, inner):
@@ -67,14 +67,19 @@ def test_matches_the_reference(tokens, top_k, experts, width, inner):
 
 
 def test_matches_at_beams_width():
-    assert_matches(node(2, 5120, 320), bf16(1, 5120), choices(1, 1, 2))
+    knobs = ExpertsKnobs(
+        up_rows=8, up_block=1024, up_warps=4, down_rows=128, down_block=64, down_warps=4
+    )
+    assert knobs.is_valid({"P": 1, "D": 5120, "F": 320})
+    assert_matches(node(2, 5120, 320), bf16(1, 5120), choices(1, 1, 2), knobs)
 
 
 def test_every_knob_gives_the_same_function():
-    reference, x, experts = node(4, 320, 72), bf16(1, 320), choices(1, 2, 4)
-    seen = 0
-    for knobs in all_knobs(CHANGE, {"P": 2, "D": 320, "F": 72}):
-        assert_matches(reference, x, experts, knobs=knobs)
+    reference, x, experts = node(4, 300, 40), bf16(1, 300), choices(1, 1, 4)
+    expected, seen = reference(x, experts), 0
+    others = list(reordered(reference, x, experts))
+    for knobs in all_knobs(CHANGE, {"P": 1, "D": 300, "F": 40}):
+        assert_within(run_triton(CHANGE, reference, x, experts, knobs=knobs), expected, others)
         seen += 1
     assert seen >= 8
 
@@ -92,7 +97,7 @@ def test_rows_of_a_larger_tensor_and_the_same_expert_twice():
 
 
 def test_a_token_alone_gives_the_same_bits():
-    reference, x, experts = node(8, 256, 64), bf16(4, 256), choices(4, 2, 8)
+    reference, x, experts = node(8, 96, 32), bf16(3, 96), choices(3, 2, 8)
     together = run_triton(CHANGE, reference, x, experts)
     alone = run_triton(CHANGE, reference, x[2:3], experts[2:3].contiguous())
     assert same_bits(together[2:3], alone)

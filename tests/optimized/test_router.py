@@ -21,6 +21,8 @@ from tests.reference.noise import assert_within, within
 pytestmark = needs_kernels
 TOY = configs["mini"]
 BEAM = configs["tp8-rank"]
+# Few programs: the interpreter takes milliseconds for each.
+FEW = RouterKnobs(rows=16, tokens=4, block=64, splits=1, warps=4)
 
 
 def node(config, width: int) -> Router:
@@ -62,13 +64,13 @@ def test_ragged_widths(width):
 
 
 def test_beams_256_experts():
-    assert_matches(node(BEAM, 64), bf16(3, 64))
+    assert_matches(node(BEAM, 64), bf16(3, 64), FEW)
 
 
 def test_every_knob_gives_the_same_function():
-    reference, x, seen = node(TOY, 320), bf16(5, 320), 0
-    for knobs in all_knobs(CHANGE, {"N": 5, "D": 320}):
-        assert_matches(reference, x, knobs=knobs)
+    reference, x, seen = node(TOY, 300), bf16(3, 300), 0
+    for knobs in all_knobs(CHANGE, {"N": 3, "D": 300}):
+        assert_matches(reference, x, knobs)
         seen += 1
     assert seen >= 8
 
@@ -92,8 +94,8 @@ def test_ties_go_to_the_lower_index(config, levels):
     reference.weight.copy_(values[torch.randint(levels, reference.weight.shape).to(DEVICE)])
     reference.e_score_correction_bias.zero_()
     reference.e_score_correction_bias[::3] = -0.0
-    x = torch.eye(16, dtype=torch.bfloat16, device=DEVICE)
-    weights, experts = run_triton(CHANGE, reference, x)
+    x = torch.eye(16, dtype=torch.bfloat16, device=DEVICE)[:8]
+    weights, experts = run_triton(CHANGE, reference, x, knobs=FEW)
     expected_weights, expected_experts = reference(x)
     assert experts.tolist() == expected_experts.tolist()
     assert_within(weights, expected_weights, reordered(reference, x))
@@ -112,10 +114,11 @@ def test_biased_scores_below_zero_and_a_zero_among_them():
     assert run_triton(CHANGE, reference, x)[1].tolist() == reference(x)[1].tolist()
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_nan_chooses_experts_that_exist():
     x = torch.full((1, 64), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     _, experts = run_triton(CHANGE, node(TOY, 64), x)
-    assert ((experts >= 0) & (experts < TOY.experts)).all()
+    assert experts.numel() == TOY.top_k and ((experts >= 0) & (experts < TOY.experts)).all()
 
 
 def test_tf32_or_bf16_products_would_be_noticed():
