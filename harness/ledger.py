@@ -1,4 +1,4 @@
-"""The ledger: append-only JSONL, one fsynced line per event, so that killing a run loses nothing."""
+"""The ledger: append-only JSONL, one fsynced line an event, so that killing a run loses nothing."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from harness.errors import UserError
 from harness.records import SCHEMA, Record
@@ -89,9 +89,16 @@ class Ledger:
         if not self.path.exists():
             return
         with self.path.open("rb+") as file:
-            content = file.read()
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
+            end = file.seek(0, os.SEEK_END)
+            if end == 0 or self._ends_line(file, end):
+                return
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+    @staticmethod
+    def _ends_line(file: IO[bytes], end: int) -> bool:
+        file.seek(end - 1)
+        return file.read(1) == b"\n"
 
     def events(self) -> Iterator[Event]:
         """All whole lines in order; a last line without its end is not an event."""

@@ -13,6 +13,8 @@ LEVEL = 0.95  # of every interval
 RESAMPLES = 2000
 # Two-sided: with it, one A/A comparison in a thousand would show a gain that is not there.
 NULL_QUANTILE = 0.998
+NULL_SIGMAS = 3.09  # the same quantile of a normal distribution
+TINY = np.finfo(np.float64).tiny
 ROWS_AT_ONCE = 1 << 20  # elements of one batch of resamples: 8 MiB of indices
 
 
@@ -29,16 +31,16 @@ def median_interval(samples: ArrayLike, *, seed: int = 0) -> tuple[float, float]
     return float(low), float(high)
 
 
-def abba_differences(samples: Sequence[float]) -> np.ndarray:
-    """Base minus candidate of each block, for times taken in the order base, candidate, candidate,
-    base: [4 n] -> [n].
+def abba_differences(times: ArrayLike) -> np.ndarray:
+    """Base minus candidate [n] of blocks timed as base, candidate, candidate, base [n, 4].
 
-    Both are in the same mean place of their block, and each follows the other as often as itself,
-    so that linear drift and what a switch between the two costs cancel.
+    Both have the same mean place in their block, and each follows the other as often as itself, so
+    linear drift cancels, and so does what a switch between the two costs.
     """
-    if len(samples) % 4:
-        raise ValueError(f"samples come in blocks of four, got {len(samples)}")
-    first, second, third, fourth = np.asarray(samples, dtype=np.float64).reshape(-1, 4).T
+    blocks = np.asarray(times, dtype=np.float64)
+    if blocks.ndim != 2 or blocks.shape[1] != 4:
+        raise ValueError(f"times come in blocks of four, [n, 4], got shape {blocks.shape}")
+    first, second, third, fourth = blocks.T
     return (first + fourth - second - third) / 2
 
 
@@ -64,6 +66,30 @@ def null_effect(differences: ArrayLike, count: int | None = None, *, seed: int =
         drawn = values[starts + np.arange(run)] * signs
         sizes.append(np.abs(np.median(drawn.reshape(rows, -1)[:, :count], axis=1)))
     return float(np.quantile(np.concatenate(sizes), NULL_QUANTILE))
+
+
+def detectable(by_twin: Sequence[np.ndarray]) -> float:
+    """The smallest effect that all pairs together could tell from none, from A/A differences of a
+    step and several builds of itself, one array a build.
+
+    It is what noise alone shows in as many pairs, and no less than any build showed. Builds of one
+    step can also differ for good, by where their code and data happen to lie. Where theirs differ
+    more than noise explains, the next build may well differ twice as much as the worst of so few.
+    """
+    everything = np.concatenate(by_twin)
+    offsets = np.array([median(differences) for differences in by_twin])
+    noise = np.array([null_effect(everything, len(differences)) for differences in by_twin])
+    chi_square = float(np.sum((NULL_SIGMAS * offsets / np.maximum(noise, TINY)) ** 2))
+    worst = float(np.abs(offsets).max())
+    if chi_square > _chi_square_99(len(by_twin)):
+        worst *= 2
+    return max(null_effect(everything), worst)
+
+
+def _chi_square_99(degrees: int) -> float:
+    """The 99% quantile of the chi-square distribution, by Wilson and Hilferty's formula."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + 2.326 * spread**0.5) ** 3
 
 
 def _resampled_medians(values: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
