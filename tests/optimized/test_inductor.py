@@ -103,6 +103,15 @@ def test_known_calls_skip_dynamo(graphs):
     assert graphs["dispatched"] == 2
 
 
+def test_no_rows():
+    h, x = compiled(fresh(ResidualBoundary)(5, EPS))(*boundary_args(0))
+    assert h.shape == x.shape == (1, 0, WIDTH)
+    args = rope_args(0)
+    q, k = compiled(fresh(QKNormRope)(EPS))(*args)
+    assert (q.shape, k.shape) == ((1, 0, 4, 32), (1, 0, 2, 32))
+    assert args[7].count_nonzero() == 0
+
+
 def test_a_changed_layout_is_seen(graphs):
     node = fresh(OutputGate)()
     function = compiled(node)
