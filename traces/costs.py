@@ -133,11 +133,14 @@ def _scattered_bytes(name: str, args: tuple[Any, ...], inputs: list[Tensor]) -> 
     return min(whole, whole // max(1, target.shape[dim]) * index.numel())
 
 
-def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention operator was told to skip the keys after each query."""
+def _seen_share(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The share of query-key pairs that the call computes: causal attention skips later keys."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    return given.get("is_causal") is True
+    if given.get("is_causal") is not True:
+        return 1.0
+    queries, keys = args[0].shape[-2], args[1].shape[-2]
+    return 1 - (min(queries, keys) - 1) / (2 * keys)
 
 
 def operations(
@@ -148,17 +151,14 @@ def operations(
     if func.overloadpacket in flop_registry:
         plain = {k: v for k, v in kwargs.items() if k != "out"}
         count = int(flop_registry[func.overloadpacket](*args, **plain, out_val=out))
-        if "attention" in name and _is_causal(func, args, kwargs):
-            queries, keys = args[0].shape[-2], args[1].shape[-2]
-            count = int(count * (1 - (min(queries, keys) - 1) / (2 * keys)))
-        return count, True
+        return int(count * _seen_share(func, args, kwargs)), True
     if name in GROUPED:
         rows, inner, columns = args[0].shape[-2], args[0].shape[-1], args[1].shape[-1]
         groups = args[0].shape[0] if args[0].dim() == 3 else 1
         return 2 * groups * rows * inner * columns, True
     if "attention" in name and len(args) >= 3:
-        query, keys = args[0], args[1]
-        return 4 * query.numel() * keys.shape[-2], True
+        count = 4 * args[0].numel() * args[1].shape[-2]
+        return int(count * _seen_share(func, args, kwargs)), True
     if name in COPIES:
         return 0, False
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]

@@ -1,0 +1,122 @@
+"""Kernel rows, their sums, layer maps and diffs, on traces made by hand."""
+
+import pytest
+
+from tests.traces.made import CEILINGS, Did, trace
+from traces.diff import diff
+from traces.kernels import aggregate, common, headroom, kernel_rows
+from traces.layers import layer_map
+from traces.trace import Trace
+
+LAYERS = ("layers.0", "layers.1", "layers.2")
+
+
+def stack(*names: tuple[str, ...], kinds: dict[str, str] | None = None) -> Trace:
+    """Layers that launch the named kernels, each 10 us, 1000 bytes read and 1000 written."""
+    calls = [("", None), *((layer, 0) for layer in LAYERS)]
+    kernels = [
+        Did(name=name, call=i, reads=[(0, 1000)], writes=[(1, 1000)], source=f"model.py:{n}")
+        for i, own in enumerate(names, start=1)
+        for n, name in enumerate(own)
+    ]
+    return trace(kernels, calls, layers=LAYERS, kinds=kinds)
+
+
+def test_a_row_has_the_floor_of_its_bytes_or_of_its_operations() -> None:
+    t = trace(
+        [
+            Did(name="copy", call=0, reads=[(0, 3000)], writes=[(1, 1000)]),
+            Did(name="gemm", call=0, reads=[(0, 1000)], flops=8_000_000, matmul=True),
+            Did(name="sum", call=0, reads=[(0, 1000)], flops=800_000),
+        ],
+        [("", None)],
+    )
+    rows = kernel_rows(t, CEILINGS)
+    assert [row.floor_us for row in rows] == [4.0, 8.0, 8.0]
+    assert [headroom(row) for row in rows] == [2.5, 1.25, 1.25]
+    assert [row.bytes for row in rows] == [4000, 1000, 1000]
+    assert all(row.calls == 1 and row.gap_us == 2.0 for row in rows)
+
+
+def test_without_ceilings_there_is_no_floor() -> None:
+    rows = kernel_rows(stack(("a",), (), ()))
+    assert rows[0].floor_us is None
+    assert headroom(rows[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        ("kernel", [("a", 3, "layers.*"), ("b", 1, "layers.1")]),
+        ("module", [("a, b", 4, "layers.*")]),
+        ("region", [("a, b", 4, "layers.*")]),
+        ("line", [("a", 3, "layers.*"), ("b", 1, "layers.1")]),
+    ],
+)
+def test_rows_are_summed(by, expected) -> None:
+    rows = kernel_rows(stack(("a",), ("a", "b"), ("a",)), CEILINGS)
+    summed = aggregate(rows, by)
+    assert [(r.name, r.calls, r.module) for r in summed] == expected
+    assert sum(r.time_us for r in summed) == 40.0
+    assert sum(r.bytes or 0 for r in summed) == 8000
+    assert sum(r.gap_us or 0 for r in summed) == 8.0
+
+
+def test_an_unknown_sum_is_refused() -> None:
+    with pytest.raises(ValueError, match="kernel, module, region, line"):
+        aggregate([], "colour")  # type: ignore[arg-type]
+
+
+def test_common_names_of_modules() -> None:
+    assert common(["layers.0.mlp", "layers.3.mlp"]) == "layers.*.mlp"
+    assert common(["layers.0.mlp", "layers.0.norm"]) == "layers.0.*"
+    assert common(["head"]) == "head"
+
+
+def test_layers_that_launch_the_same_are_one_kind() -> None:
+    t = stack(("a", "b"), ("a",), ("a", "b"))
+    maps = layer_map(kernel_rows(t), t.outline)
+    assert [(m.kind, m.module, len(m.kernels)) for m in maps] == [
+        ("0", "layers.0", 2),
+        ("1", "layers.1", 1),
+    ]
+    assert [row.name for row in maps[0].kernels] == ["a", "b"]
+
+
+def test_a_layers_own_word_for_its_kind_is_used() -> None:
+    kinds = {"layers.0": "wide", "layers.1": "wide", "layers.2": "narrow"}
+    t = stack(("embed", "a"), ("a",), ("a",), kinds=kinds)
+    maps = layer_map(kernel_rows(t), t.outline)
+    assert [(m.kind, m.module) for m in maps] == [("wide", "layers.1"), ("narrow", "layers.2")]
+
+
+def test_diff_tells_what_came_and_went_by_module() -> None:
+    before = kernel_rows(stack(("a", "b"), ("a", "b"), ("c",)))
+    after = kernel_rows(stack(("fused",), ("fused",), ("c",)))
+    (change,) = diff(before, after)
+    assert (change.module, change.status) == ("layers.*", "faster")
+    assert (change.kernels_before, change.kernels_after) == (5, 3)
+    assert change.appeared == {"fused": 2}
+    assert change.vanished == {"a": 2, "b": 2}
+    assert change.delta_us == -20.0
+
+
+def test_diff_of_a_module_that_only_one_side_has() -> None:
+    one = trace([Did(name="a", call=1)], [("", None), ("old", 0)])
+    two = trace([Did(name="a", call=1, time_us=4.0)], [("", None), ("new", 0)])
+    changes = {d.module: d.status for d in diff(kernel_rows(one), kernel_rows(two))}
+    assert changes == {"old": "vanished", "new": "appeared"}
+    assert [d.status for d in diff(kernel_rows(one), kernel_rows(one))] == ["same"]
+
+
+def test_ambiguous_time_is_not_attributed() -> None:
+    t = trace(
+        [
+            Did(name="a", call=0, time_us=30.0),
+            Did(name="b", call=0, time_us=10.0, ambiguous=True),
+            Did(name="c", call=0, time_us=10.0, source=None),
+        ],
+        [("", None)],
+    )
+    assert t.summary()["attributed_share"] == 0.6
+    assert [k.name for k in t.ambiguous] == ["b"]
