@@ -24,7 +24,7 @@ class Event:
 
 
 class Ledger:
-    """The ledger in `directory`; `Ledger.create` starts one, `Ledger.open` continues or reads one."""
+    """The ledger in `directory`; `create` starts one, `open` continues or reads one."""
 
     NAME = "ledger.jsonl"
 
@@ -44,7 +44,8 @@ class Ledger:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"cannot make the run directory {directory}: {error.strerror}; name another --run-dir"
+                f"cannot make the run directory {directory}: {error.strerror}; "
+                "name another --run-dir"
             ) from error
         return ledger
 

@@ -33,7 +33,9 @@ class Record:
         hints = typing.get_type_hints(cls)
         names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
         if unknown := set(data) - names:
-            raise ValueError(f"{cls.__name__} has no field {sorted(unknown)}; known: {sorted(names)}")
+            raise ValueError(
+                f"{cls.__name__} has no field {sorted(unknown)}; known: {sorted(names)}"
+            )
         try:
             return cls(**{name: _decode(hints[name], value) for name, value in data.items()})
         except TypeError as error:
@@ -117,7 +119,7 @@ class Paired(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Latency(Record):
-    """What a change does to the model; targets by name, "decode" and "prefill" always among them."""
+    """What a change does to the model; decode and prefill are always measured."""
 
     decode: Paired
     prefill: Paired
@@ -132,7 +134,7 @@ class UlpReport(Record):
     elements: int
     bit_equal_share: float
     one_ulp_share: float
-    worst_scaled: float  # largest |candidate - replay| over the row's largest |replay|, in BF16 ULPs
+    worst_scaled: float  # largest |candidate - replay|, in BF16 ULPs of the row's largest |replay|
     histogram: dict[str, int]  # "0", "1", "2", "3-4", "5-8", ">8": elements at that ULP distance
     worst_index: tuple[int, ...] | None
     worst_values: tuple[float, float] | None  # candidate, replay
@@ -157,7 +159,7 @@ class PointReport(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict(Record):
-    """The numerical verdict on one change; `passed` is False with the `reason`, or True with None."""
+    """The numerical verdict on one change; it has a `reason` exactly when it did not pass."""
 
     scope: str  # "region" or "model"
     passed: bool

@@ -61,7 +61,7 @@ class Implementation:
     guard: Callable[..., str | None] | None = None
     prepare: Callable[[nn.Module, nn.Module], None] | None = None
     knobs: type[Any] | None = None
-    shape: Callable[..., dict[str, int]] | None = None  # (node, *args) -> sizes that knobs depend on
+    shape: Callable[..., dict[str, int]] | None = None  # (node, *args) -> sizes for knobs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,13 @@
 """Plans: the ordered list of changes enabled for a model on a device, as a TOML file.
 
-    model = "beam"
-    device = "NVIDIA H200"
+model = "beam"
+device = "NVIDIA H200"
 
-    [[change]]
-    name = "residual-boundary"
-    backend = "triton"
-    [change.knobs."D=5120,T=1"]
-    num_warps = 8
+[[change]]
+name = "residual-boundary"
+backend = "triton"
+[change.knobs."D=5120,T=1"]
+num_warps = 8
 """
 
 import json

@@ -92,6 +92,9 @@ def build(config: Config, device, seed: int) -> Toy:
 def cache(config: Config, batch: int, capacity: int, device) -> list[tuple[Tensor, Tensor]]:
     shape = batch, capacity, config.heads, config.hidden // config.heads
     return [
-        tuple(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in "kv")
+        (
+            torch.zeros(shape, dtype=torch.bfloat16, device=device),
+            torch.zeros(shape, dtype=torch.bfloat16, device=device),
+        )
         for _ in range(config.layers)
     ]
