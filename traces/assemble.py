@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from harness.records import Ceilings
 from traces.align import Match, align
+from traces.observed import Work
 from traces.origins import Launched, Span, Timed
-from traces.recorder import Recorder, Work
+from traces.recorder import Recorder
 from traces.trace import Call, Kernel, Outline, Trace
 
 

@@ -74,7 +74,7 @@ def capture(
         timed,
         outline=outline(model),
         device=device.type,
-        mode=mode,
+        mode=timed_step.mode if isinstance(timed_step, Step) else mode,
         step_us=step_us,
         title=title or type(model).__name__,
         ceilings=ceilings,

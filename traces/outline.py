@@ -94,5 +94,15 @@ def model_frame(frame: FrameType | None, files: frozenset[str]) -> FrameType | N
     return None
 
 
+def passes(frame: FrameType | None, package: str) -> bool:
+    """Whether `frame` or one above it runs code of `package`."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name == package or name.startswith(f"{package}."):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def frame_line(frame: FrameType) -> str:
     return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"

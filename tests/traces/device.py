@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from traces.names import OPERATOR, STEP, index_of
-from traces.recorder import Operator, Recorder
+from traces.observed import Operator
+from traces.recorder import Recorder
 
 Event = dict[str, Any]
 Kernel = tuple[str, float]  # name, duration in us

@@ -13,9 +13,10 @@ from tests.traces.toy_stack import line_of, tower
 from traces import kineto
 from traces.assemble import assemble
 from traces.capture import _record
+from traces.observed import Operator
 from traces.origins import Timed, launched, read
 from traces.outline import outline
-from traces.recorder import Operator, Recorder
+from traces.recorder import Recorder
 from traces.trace import Trace
 
 MODEL, INPUTS = tower()

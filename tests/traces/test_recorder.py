@@ -42,6 +42,25 @@ def test_a_kernel_launched_by_a_replaced_forward_is_written_and_has_its_line() -
     assert not hooks[1].calls
 
 
+def test_a_kernel_that_a_compiler_launches_is_not_written() -> None:
+    """Inductor hands Triton's hooks on; its kernels come from the line that was compiled."""
+    model, inputs = tower(1)
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    generated: dict[str, Any] = {"__name__": "torch._inductor.runtime.launcher", "hooks": hooks}
+    exec("def launch(metadata):\n    for hook in hooks:\n        hook(metadata)", generated)
+
+    def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        generated["launch"](Metadata())
+        return a
+
+    model.storeys[0].meld.forward = forward
+    with torch.no_grad(), recording(model) as recorder:
+        model(*inputs)
+    (launch,) = recorder.launches
+    assert not launch.written
+    assert launch.source == line_of("def forward(self, a: Tensor, b: Tensor)")
+
+
 def test_calls_nest_and_name_their_parents() -> None:
     model, inputs = tower(1)
     with torch.no_grad(), recording(model) as recorder:
