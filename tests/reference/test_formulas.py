@@ -14,6 +14,7 @@ from reference.beam import BeamConfig, Combine, ResidualBoundary, SwiGLU, rms_no
 from tests.reference import small
 
 FP32_EPS = torch.finfo(torch.float32).eps
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
 def step_at(position: int, c: BeamConfig | None = None) -> beam.Step:
@@ -22,7 +23,7 @@ def step_at(position: int, c: BeamConfig | None = None) -> beam.Step:
     return model.step(torch.tensor([[position]]), cache)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 def test_rms_norm(dtype: torch.dtype) -> None:
     """Mean squares of 4 (3 plus an epsilon of 1) and of 16: roots that are exact."""
     x = torch.tensor([[1.0, 1.0, 1.0, 3.0], [0.0, 0.0, 0.0, -8.0]], dtype=dtype)
@@ -99,8 +100,10 @@ def test_rope_at_position_1_turns_halves_by_their_frequency() -> None:
     ("logit", "capped"),
     [(0.0, 0.0), (30.0, 22.847824678672947), (-3.0, -2.9900398), (1000.0, 30.0)],
 )
-def test_soft_cap(logit: float, capped: float) -> None:
-    model = small.build(torch.float32, layers=1)
+@DTYPES
+def test_soft_cap(logit: float, capped: float, dtype: torch.dtype) -> None:
+    """FP32 whatever the head's dtype; these logits are exact in BF16."""
+    model = small.build(dtype, layers=1)
 
     def constant(module, args, output: Tensor) -> Tensor:
         return torch.full_like(output, logit)
