@@ -20,6 +20,10 @@ from harness.records import Attempt, Latency, Status, Verdict
 from optimized.change import KnobValue, apply_change, nodes, share
 from optimized.plan import Enabled, make_knobs
 
+# Layers of each kind that judge one change at model level where there are many. The model that the
+# run ends with is judged on all of them.
+LAYERS_PER_KIND = 2
+
 
 @dataclass(kw_only=True)
 class Outcome:
@@ -157,7 +161,11 @@ class Loop:
         outcome.latency = measure.latency(session.base, outcome.steps, effects)
         if self.decision(outcome).status is Status.KEPT:
             outcome.model_verdict = judge.judge_model(
-                session.reference, outcome.model, self.workload, seed
+                session.reference,
+                outcome.model,
+                self.workload,
+                seed,
+                per_kind=None if self.workload.toy else LAYERS_PER_KIND,
             )
 
     def decision(self, outcome: Outcome) -> Decision:

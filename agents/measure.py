@@ -17,7 +17,8 @@ DECODE, PREFILL = "decode", "prefill"
 KINDS = DECODE, PREFILL
 DEFAULTS = {DECODE: "decode-bs1", PREFILL: "prefill-8x2048"}
 # What share of the budget one measurement of each kind may take, and at most how many seconds.
-SHARES = {DECODE: (0.008, 3.0), PREFILL: (0.012, 12.0)}
+SHARES = {DECODE: (0.008, 3.0), PREFILL: (0.012, 6.0)}
+MIN_PAIRS = {DECODE: 5, PREFILL: 3}  # rounds of base, candidate, candidate, base
 
 
 @dataclass
@@ -76,7 +77,11 @@ class Measure:
     def effects(self, steps: Steps) -> dict[str, float]:
         """The smallest detectable effect of each kind, from A/A runs of `steps` against itself."""
         return {
-            kind: smallest_effect(steps[kind], budget_s=self.seconds(kind, factor=2.0))
+            kind: smallest_effect(
+                steps[kind],
+                budget_s=self.seconds(kind, factor=2.0),
+                min_pairs=MIN_PAIRS[kind],
+            )
             for kind in KINDS
         }
 
@@ -84,7 +89,11 @@ class Measure:
         """Both kinds, in interleaved pairs."""
         pairs = {
             kind: compare(
-                base[kind], candidate[kind], effects[kind], budget_s=self.seconds(kind, factor=2.0)
+                base[kind],
+                candidate[kind],
+                effects[kind],
+                budget_s=self.seconds(kind, factor=2.0),
+                min_pairs=MIN_PAIRS[kind],
             )
             for kind in KINDS
         }

@@ -126,6 +126,9 @@ def work(a: argparse.Namespace, ledger: Ledger | None) -> int:
         print_run(ledger.directory)
         for path in paths:
             print(path)
+    closing = ledger.last("model_verdict")
+    if closing is not None and not closing["passed"]:
+        return ExitCode.FOUND
     judged = any(e.kind == "attempt" and not e.data["control"] for e in ledger.events())
     return ExitCode.OUT_OF_BUDGET if reason == "budget" and not judged else ExitCode.DONE
 

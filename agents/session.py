@@ -187,8 +187,16 @@ class Session:
         plan.save(self.directory / "plan.toml")
 
     def finish(self) -> None:
-        """The closing trace and times of the model as it stands."""
+        """The closing trace, verdict and times of the model as it stands."""
         self.profile("after")
+        if self.history.kept:
+            self.progress.stage("judging every layer of the model as it stands")
+            verdict = judge.judge_model(
+                self.reference, self.current, self.workload, self.workload.seed
+            )
+            self.ledger.append("model_verdict", verdict)
+            said = "passed" if verdict.passed else f"failed: {verdict.reason}"
+            self.progress.done(f"all layers: {said}", "green" if verdict.passed else "red")
         self.progress.stage("closing measurements")
         timings: dict[str, Any] = self.measure.timings(self.base)
         self.ledger.append("final", {k: t.to_json() for k, t in timings.items()})

@@ -7,6 +7,7 @@ Only one layer's copies exist at a time.
 """
 
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,11 +46,13 @@ def judge_model(
     seed: int,
     *,
     adds: Sequence[str] = (),
+    per_kind: int | None = None,
     policy: Policy = DEFAULT,
 ) -> Verdict:
-    """Judge every layer of `candidate`, which shares parameters with `reference`.
+    """Judge the layers of `candidate`, which shares parameters with `reference`.
 
-    `adds` names the roundings that the applied changes declare to add.
+    `adds` names the roundings that the applied changes declare to add. With `per_kind`, only so
+    many layers of each kind, drawn from `seed`, are judged; the verdict's notes say so.
     """
     contract = Contract(numerics="reduction", adds=dict.fromkeys(adds, "declared by a change"))
     exam = Examination(contract, storages(reference, candidate), seed)
@@ -57,6 +60,10 @@ def judge_model(
     if exam.faults.reason is not None:
         return verdicts.verdict(exam, "model", [])
     names = layer_names(reference)
+    if per_kind is not None:
+        chosen = draw(reference, names, per_kind, seed)
+        exam.notes.append(f"judged {len(chosen)} of {len(names)} layers: {', '.join(chosen)}")
+        names = chosen
     judge = _Layers(exam, reference, candidate, names, policy.permutations)
     first: StepInputs | None = None
     for label, inputs in steps(workload, seed, sizes=False):
@@ -70,6 +77,20 @@ def judge_model(
     if first is not None and exam.faults.reason is None:
         exam.notes.append(drift(reference, candidate, first, seed))
     return verdicts.verdict(exam, "model", [])
+
+
+def draw(model: nn.Module, names: list[str], per_kind: int, seed: int) -> list[str]:
+    """At most `per_kind` layers of each kind, in the model's order."""
+    by_kind: dict[object, list[str]] = {}
+    for name in names:
+        by_kind.setdefault(kind(model.get_submodule(name)), []).append(name)
+    chooser = random.Random(seed)
+    drawn = {
+        name
+        for members in by_kind.values()
+        for name in chooser.sample(members, min(per_kind, len(members)))
+    }
+    return [name for name in names if name in drawn]
 
 
 class _Layers:
