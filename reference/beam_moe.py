@@ -105,6 +105,8 @@ class Combine(nn.Module):
 
 
 class MoE(nn.Module):
+    region = "moe"
+
     def __init__(self, config: BeamConfig) -> None:
         super().__init__()
         self.gate = Router(config)
