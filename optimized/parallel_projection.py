@@ -8,6 +8,8 @@ outputs are slices of one tensor: their rows are further apart than they are lon
 
 Launches: one instead of one a sibling. "torch" leaves the product to the library; "triton" computes
 it itself for up to 16 rows (`optimized.gemv`), beyond which it leaves it to the library too.
+"inductor" packs nothing: it computes all products of a single row in one compiled call on a CPU
+(`optimized.matvec`), and calls the library for each sibling where there are more rows.
 """
 
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimized import gemv
+from optimized import gemv, matvec
 from optimized.change import Change, Contract, Implementation
 from optimized.gemv import GemvKnobs
 from optimized.packing import are_adjacent, pack, packed
@@ -103,6 +105,18 @@ def build_triton(node: nn.Module, knobs: GemvKnobs | None):
     return forward
 
 
+def build_inductor(node: nn.Module, knobs: Any):
+    """The same from weights as they are, a single row by `optimized.matvec`."""
+    products = matvec.row_products()
+
+    def forward(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        if matvec.is_row(x) and not torch.compiler.is_compiling():
+            return products(x, *weights)
+        return node(x, *weights)
+
+    return forward
+
+
 CHANGE = Change(
     name="parallel_projection",
     region="parallel_projection",
@@ -118,6 +132,7 @@ CHANGE = Change(
             knobs=GemvKnobs,
             shape=shape,
         ),
+        Implementation(backend="inductor", devices=("cpu",), build=build_inductor),
         Implementation(
             backend="torch",
             devices=("cpu", "cuda"),
