@@ -38,6 +38,11 @@ class Outcome:
     steps: Steps | None = None
 
 
+def storages(model: nn.Module) -> list[int]:
+    """Where each parameter lies."""
+    return [p.data_ptr() for p in model.parameters()]
+
+
 class Loop:
     """Tries what `proposer` proposes until nothing is left, or a budget ends it."""
 
@@ -149,7 +154,10 @@ class Loop:
             )
         enabled = Enabled(name=change.name, backend=backend, knobs=outcome.knobs)
         outcome.model = share(session.current)
+        where = storages(outcome.model)
         apply_change(outcome.model, change, backend, make_knobs(change, enabled))
+        if storages(outcome.model) != where:
+            session.rebase()  # packing moved weights that a captured graph still points to
         seed = self.workload.seed + len(self.history.attempts)
         outcome.region_verdict = judge.judge_region(
             session.reference, outcome.model, change, backend, self.workload, seed

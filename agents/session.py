@@ -131,6 +131,11 @@ class Session:
         """`current`, ready to be timed."""
         return self.measure.steps(self.current)
 
+    def rebase(self) -> None:
+        """Make `base` ready again, after its weights were moved."""
+        self.base.close()
+        del self.base
+
     def calibrate(self) -> None:
         """Find the smallest effect that this machine can tell from none."""
         if self.ledger.last("effect") is not None:

@@ -1,0 +1,128 @@
+"""Proposers follow the trace: the order comes from its figures, conflicts are left out."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from agents.proposers.auto import Auto
+from agents.proposers.base import Context
+from agents.proposers.catalog import Catalog
+from agents.proposers.inductor import Inductor
+from optimized.catalog import changes
+from optimized.change import apply_change, nodes, region_of, share
+from optimized.inductor import inductor_change
+from reference import beam
+from traces.opportunities import Opportunity
+
+MODEL = beam.build(beam.configs["mini"], "cpu", 0)
+
+
+def opportunity(region: str, predicted_us: float, launches_saved: int = 10) -> Opportunity:
+    return Opportunity(
+        region=region,
+        node_count=len(nodes(MODEL, region)),
+        launches=launches_saved + 1,
+        launches_saved=launches_saved,
+        bytes_saved=100,
+        time_us=2 * predicted_us,
+        gap_us=0.0,
+        floor_us=1.0,
+        predicted_us=predicted_us,
+        bound_us=2 * predicted_us,
+        contains=(),
+        inside=(),
+    )
+
+
+def context(found: Iterable[Opportunity], tried=frozenset(), model=MODEL, device="cpu") -> Context:
+    return Context(model=model, device_type=device, opportunities=list(found), tried=tried)
+
+
+CATALOGUED = sorted({c.region for c in changes().values() if nodes(MODEL, c.region)})
+
+
+def test_the_catalogue_is_ordered_by_what_the_trace_predicts():
+    found = [opportunity(region, 10.0 + i) for i, region in enumerate(CATALOGUED)]
+    first = Catalog().propose(context(found))
+    assert [s.proposal.predicted_us for s in first] == sorted(
+        (s.proposal.predicted_us for s in first), reverse=True
+    )
+    slowest = first[-1].proposal.region
+    slowed = [
+        replace(o, predicted_us=o.predicted_us * 10) if o.region == slowest else o for o in found
+    ]
+    assert Catalog().propose(context(slowed))[0].proposal.region == slowest
+
+
+def test_a_proposal_carries_the_figures_of_its_opportunity():
+    on_cpu = Catalog().propose(context(opportunity(r, 1.0) for r in CATALOGUED))
+    chosen = opportunity(on_cpu[0].proposal.region, 12.0, launches_saved=7)
+    proposal = Catalog().propose(context([chosen]))[0].proposal
+    assert (proposal.predicted_us, proposal.bound_us) == (12.0, 24.0)
+    assert (proposal.launches_saved, proposal.bytes_saved) == (7, 100)
+    assert proposal.node_count == len(nodes(MODEL, proposal.region))
+
+
+def test_the_next_implementation_gets_its_turn_after_the_first_was_tried():
+    several = next(
+        c
+        for c in changes().values()
+        if nodes(MODEL, c.region) and sum("cuda" in i.devices for i in c.implementations) > 1
+    )
+    found = [opportunity(several.region, 10.0)]
+    order = []
+    tried: frozenset = frozenset()
+    while suggestions := Catalog().propose(context(found, tried, device="cuda")):
+        mine = [s for s in suggestions if s.change.name == several.name]
+        if not mine:
+            break
+        order.append(mine[0].proposal.backend)
+        tried |= {(several.name, order[-1])}
+    assert order == [i.backend for i in several.implementations if "cuda" in i.devices]
+
+
+def test_only_what_the_device_can_run_is_proposed():
+    found = [opportunity(region, 10.0) for region in CATALOGUED]
+    for suggestion in Catalog().propose(context(found)):
+        chosen = suggestion.change.implementation(suggestion.proposal.backend)
+        assert "cpu" in chosen.devices
+
+
+def test_inductor_proposes_leaves_before_what_contains_them():
+    inner, outer = region_of(MODEL.model.layers[0].attn_boundary), region_of(MODEL.model.layers[0])
+    found = [opportunity(outer, 1000.0), opportunity(inner, 1.0)]
+    names = [s.change.name for s in Inductor().propose(context(found))]
+    assert names == [f"inductor:{inner}", f"inductor:{outer}"]
+
+
+def test_inductor_leaves_out_single_kernels():
+    region = CATALOGUED[0]
+    assert Inductor().propose(context([opportunity(region, 5.0, launches_saved=0)])) == []
+
+
+@pytest.mark.parametrize("which", ["same", "around", "inside"])
+def test_a_replaced_node_blocks_its_region_and_what_is_around_or_inside(which):
+    boundary = MODEL.model.layers[0].attn_boundary
+    layer = MODEL.model.layers[0]
+    replaced, asked = {
+        "same": (boundary, boundary),
+        "around": (boundary, layer),
+        "inside": (layer, boundary),
+    }[which]
+    model = share(MODEL)
+    apply_change(model, inductor_change(region_of(replaced)), "inductor")
+    found = [opportunity(region_of(asked), 10.0)]
+    assert Inductor().propose(context(found)) != []
+    assert Inductor().propose(context(found, model=model)) == []
+
+
+def test_auto_turns_to_compiled_regions_when_the_catalogue_is_exhausted():
+    found = [opportunity(region, 10.0) for region in CATALOGUED]
+    first = Auto().propose(context(found))
+    assert {s.change.name for s in first} <= set(changes())
+    everything = frozenset(
+        (c.name, i.backend) for c in changes().values() for i in c.implementations
+    )
+    then = Auto().propose(context(found, everything))
+    assert then and all(s.change.name.startswith("inductor:") for s in then)

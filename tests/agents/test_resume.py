@@ -1,0 +1,93 @@
+"""A run that is killed goes on where it was: kill -9 after every event it writes, then Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from harness.ledger import Ledger
+from harness.records import Attempt
+
+ROOT = Path(__file__).parents[2]
+TOY = str(Path(__file__).with_name("toy_model.py"))
+NEW_EVENTS_PER_LIFE = 3
+# What a continued run writes before it goes on does not count as progress.
+REPEATED = {"resumed", "anchor"}
+
+# Runs the command, and kills the process once the ledger got its third new event.
+KILLER = f"""
+import os, signal, sys
+from agents import run
+from harness.ledger import Ledger
+append, seen = Ledger.append, []
+def counting(self, kind, record):
+    append(self, kind, record)
+    if kind not in {REPEATED}:
+        seen.append(kind)
+    if len(seen) == {NEW_EVENTS_PER_LIFE}:
+        os.kill(os.getpid(), signal.SIGKILL)
+Ledger.append = counting
+sys.exit(run.main(sys.argv[1:]))
+"""
+
+WORDS = ("--target", "decode-bs1", "--model", TOY, "--device", "cpu", "--max-changes", "1")
+BUDGET = ("--budget-minutes", "2")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def kinds(directory: Path) -> list[str]:
+    return [event.kind for event in Ledger.open(directory).events()]
+
+
+@pytest.mark.slow
+def test_killed_after_every_few_events_it_ends_as_if_nothing_had_happened(tmp_path):
+    directory = tmp_path / "run"
+    command = [sys.executable, "-c", KILLER, *WORDS, *BUDGET, "--run-dir", str(directory)]
+    lives = 0
+    while True:
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        lives += 1
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        if done.returncode == 0:
+            break
+        assert lives < 20, kinds(directory)
+        resume = ("--max-changes", "1", *BUDGET, "--resume", str(directory))
+        command = [sys.executable, "-c", KILLER, *resume]
+
+    written = Counter(kinds(directory))
+    assert lives > 5
+    assert written["resumed"] == lives - 1
+    once = ("run", "environment", "self_test", "ceilings", "effect", "opportunities", "final")
+    assert {kind: written[kind] for kind in once} == dict.fromkeys(once, 1)
+    assert written["baseline"] == 3
+    attempts = Ledger.open(directory).all("attempt", Attempt)
+    assert [a.index for a in attempts] == [1, 2, 3]
+    assert [a.control for a in attempts] == ["identity", "slowed", None]
+    assert kinds(directory)[-1] == "stopped"
+    assert (directory / "summary.json").is_file() and (directory / "report.html").is_file()
+
+
+def test_ctrl_c_ends_cleanly_and_can_be_continued(tmp_path):
+    directory = tmp_path / "run"
+    command = [sys.executable, "-m", "agents.run", *WORDS, *BUDGET, "--run-dir", str(directory)]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    ledger = directory / Ledger.NAME
+    deadline = time.monotonic() + 90
+    while not (ledger.exists() and '"baseline"' in ledger.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert f"continue with --resume {directory}" in errors.replace("\n", "")
+    assert "Traceback" not in errors
+    assert kinds(directory)[-1] == "stopped"
+    assert (directory / "report.md").is_file()
