@@ -34,7 +34,7 @@ test: ## The tests, on two workers (ARGS go to pytest)
 lint: ## ruff, pyright and the import contracts
 	@tools/setup.sh lint
 	@failed=0; for check in "ruff check ." "ruff format --check ." pyright \
-		"lint-imports --cache-dir .cache/import_linter"; do \
+		"lint-imports --no-logo --cache-dir .cache/import_linter"; do \
 		echo "$$check"; $(BIN)/$$check || failed=1; \
 	done; exit $$failed
 
