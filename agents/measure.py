@@ -9,8 +9,9 @@ from torch import nn
 
 from agents.budget import Budget
 from harness.bench import Step, compare, default_mode, smallest_effect, time_step
+from harness.errors import UserError
 from harness.records import Latency, Timing
-from harness.workload import StepInputs, Target, Workload
+from harness.workload import StepInputs, Target, Workload, free_bytes
 from traces.capture import Trace, capture
 
 DECODE, PREFILL = "decode", "prefill"
@@ -103,6 +104,18 @@ class Measure:
         """One decode step of `model`, attributed; on a GPU the replay of its graph."""
         mode = default_mode(self.workload.device)
         return capture(model, self.inputs(DECODE), path=path, mode=mode)
+
+    def other_target(self, name: str, model: nn.Module) -> Timing:
+        """`model` on a target that is neither of the run's two; UserError if it does not fit."""
+        target = self.workload.target(name)
+        needed, free = self.workload.cache_bytes(target), free_bytes(self.workload.device)
+        if needed > free:
+            raise UserError(
+                f"its KV cache needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+            )
+        mode = default_mode(self.workload.device) if target.kind == DECODE else "eager"
+        with Step(model, self.workload.inputs(target, seed=self.workload.seed), mode) as step:
+            return time_step(step, budget_s=self.seconds(target.kind, factor=0.5))
 
     def run_decode(self, model: nn.Module) -> Callable[[], object]:
         return lambda: model(*self.inputs(DECODE).args)

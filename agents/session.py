@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from agents.budget import Budget
@@ -19,7 +20,7 @@ from harness.environment import environment
 from harness.errors import UserError
 from harness.ledger import Ledger
 from harness.records import Attempt, Ceilings, Environment
-from harness.workload import Workload
+from harness.workload import TARGETS, Workload
 from optimized.change import share
 from optimized.plan import Enabled, Plan, apply_enabled
 from traces.kernels import aggregate, kernel_rows
@@ -204,7 +205,27 @@ class Session:
             self.progress.done(f"all layers: {said}", "green" if verdict.passed else "red")
         self.progress.stage("closing measurements")
         timings: dict[str, Any] = self.measure.timings(self.base)
-        self.ledger.append("final", {k: t.to_json() for k, t in timings.items()})
+        final: dict[str, Any] = {k: t.to_json() for k, t in timings.items()}
+        self.ledger.append("final", {**final, "other_targets": self.time_other_targets()})
+
+    def time_other_targets(self) -> dict[str, Any]:
+        """The targets that no change was measured on, for the reference and for the result; a text
+        where one cannot be run."""
+        found: dict[str, Any] = {}
+        measured = {target.name for target in self.measure.targets.values()}
+        for name in TARGETS:
+            if name in measured:
+                continue
+            for who, model in (("reference", self.reference), ("result", self.current)):
+                key = f"{name}, {who}"
+                if self.budget.left_s <= 0:
+                    found[key] = "the budget was used up"
+                    continue
+                try:
+                    found[key] = self.measure.other_target(name, model).to_json()
+                except (UserError, torch.OutOfMemoryError) as error:
+                    found[key] = next(iter(str(error).splitlines()), type(error).__name__)
+        return found
 
 
 def enabled(attempt: Attempt) -> Enabled:

@@ -149,6 +149,10 @@ def facts(run: Run) -> list[tuple[str, str]]:
     for name, us in run.effect.items():
         kind = name.removesuffix("_us")
         rows.append((f"Smallest detectable effect, {kind}", text.time(us, 3)))
+    if (closing := run.closing_verdict) is not None:
+        said = "passed" if closing.passed else f"failed: {closing.reason}"
+        rows.append(("Every layer of the result judged", f"{said}; {closing.cases} cases"))
+        rows += [("Finding", note) for note in closing.notes if "free-running" in note]
     if run.final is not None:
         for name, timing in run.final.other_targets.items():
             measured = isinstance(timing, Timing)

@@ -17,6 +17,7 @@ from harness.records import (
     Proposal,
     Status,
     Timing,
+    Verdict,
 )
 
 BASELINES = ("eager", "graph", "compile")
@@ -80,6 +81,7 @@ class Run:
     attempts: list[Attempt] = field(default_factory=list)
     measured: list[Measured] = field(default_factory=list)
     final: Measured | None = None
+    closing_verdict: Verdict | None = None  # on every layer of the model as it ended
     stopped: str | None = None  # "done", "budget", "interrupted"; None: not stopped by itself
     in_progress: str | None = None  # a change that was started and has no outcome
 
@@ -229,6 +231,10 @@ def _anchor(run: Run, data: dict[str, Any]) -> None:
     run.anchors.append(_timed(data))
 
 
+def _model_verdict(run: Run, data: dict[str, Any]) -> None:
+    run.closing_verdict = Verdict.from_json(data)
+
+
 def _final(run: Run, data: dict[str, Any]) -> None:
     run.final = _timed(data)
 
@@ -266,6 +272,7 @@ _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
     "started": _started,
     "attempt": _attempt,
     "measured": _measured,
+    "model_verdict": _model_verdict,
     "final": _final,
     "stopped": _stopped,
     "resumed": _resumed,

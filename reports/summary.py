@@ -109,6 +109,7 @@ def _final(run: Run) -> dict[str, Any] | None:
         "decode_interval_us": run.final.decode.interval_us,
         "prefill_interval_us": run.final.prefill.interval_us,
         "kernels_per_layer": {m.kind: launches(m.kernels) for m in maps},
+        "verdict": run.closing_verdict.to_json() if run.closing_verdict else None,
         "other_targets": {
             n: {"median_us": t.median_us} if isinstance(t, Timing) else {"absent": t}
             for n, t in run.final.other_targets.items()

@@ -64,6 +64,9 @@ def headline(run: Run) -> list[str]:
     if (error := figures.median_error_us(run)) is not None:
         lines.append(f"median of |predicted - realised|: {text.time(error, 3)}")
     refused = sum(c.status is Status.REJECTED for c in run.controls)
+    if (closing := run.closing_verdict) is not None:
+        said = "passed" if closing.passed else f"failed: {closing.reason}"
+        lines.append(f"every layer of the result judged: {said}")
     lines.append(f"controls: {refused} of {len(run.controls)} refused")
     if facts["state"]:
         lines.append(facts["state"])
