@@ -8,6 +8,7 @@ the rule of three for other levels than 95%.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 FALSE_ALARM = 1e-5  # policy: the chance that a correct output of a change is refused
 STEPS = 200  # of bisection: more than doubles have bits
@@ -66,29 +67,51 @@ def binomial_limit(elements: float, rate: float, level: float = FALSE_ALARM) -> 
     return float(high)
 
 
-def spread(counts: Sequence[int], sizes: Sequence[int]) -> float:
-    """How much more the counts of single replays vary than independent elements would: at least 1.
+@dataclass
+class CaseNoise:
+    """One case's noise replays: how many of `size` elements each changed, and the worst distance.
 
-    Elements of a row share its norm, so they come in clusters; the bounds then count clusters.
+    `typical` cases are of one scale, so that their distances are comparable.
     """
-    total, elements = sum(counts), sum(sizes)
-    if total == 0 or len(counts) < 2:
-        return 1.0
-    rate = total / elements
-    squares = sum(
-        (k - rate * m) ** 2 / (m * rate * (1 - rate) or 1.0)
-        for k, m in zip(counts, sizes, strict=True)
-        if m
-    )
-    return max(1.0, squares / (len(counts) - 1))
+
+    size: int
+    counts: list[int] = field(default_factory=list)
+    worst: float = 0.0
+    typical: bool = True
+
+    @property
+    def expected(self) -> float:
+        return sum(self.counts) / len(self.counts) if self.counts else 0.0
+
+    @property
+    def draws(self) -> int:
+        return self.size * len(self.counts)
 
 
-def allowed(counts: Sequence[int], sizes: Sequence[int], elements: int) -> int:
-    """How many of a candidate's `elements` may differ, given the noise replays' counts."""
+def spread(noise: Sequence[CaseNoise]) -> float:
+    """How much more the counts of a case's replays vary than independent elements would: at least
+    1. Elements of a row share its norm, so they come in clusters; the bounds then count clusters.
+    """
+    squares, freedom = 0.0, 0
+    for case in noise:
+        rate = case.expected / case.size if case.size else 0.0
+        if len(case.counts) < 2 or not 0 < rate < 1:
+            continue
+        variance = case.size * rate * (1 - rate)
+        squares += sum((k - case.expected) ** 2 for k in case.counts) / variance
+        freedom += len(case.counts) - 1
+    return max(1.0, squares / freedom) if freedom else 1.0
+
+
+def allowed(noise: Sequence[CaseNoise], elements: int) -> int:
+    """How many of a candidate's `elements` may differ, given the noise replays of its cases."""
+    draws, size = sum(case.draws for case in noise), sum(case.size for case in noise)
     if elements == 0:
         return 0
-    factor = spread(counts, sizes)
-    rate = upper_rate(sum(counts) / factor, sum(sizes) / factor, FALSE_ALARM / 2)
+    factor = spread(noise)
+    # Cases have different rates and numbers of replays: each weighs as the candidate's elements do.
+    seen = sum(case.expected for case in noise) / size * draws if size else 0.0
+    rate = upper_rate(seen / factor, draws / factor, FALSE_ALARM / 2)
     limit = binomial_limit(elements / factor, rate, FALSE_ALARM / 2) * factor
     return min(elements, math.ceil(limit))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from harness.bounds import CaseNoise
 from harness.operators import is_real
 from harness.trees import bits
 
@@ -67,13 +68,20 @@ class Tally:
     candidate_error: float = 0.0  # sums of squares
     replay_error: float = 0.0
     golden_norm: float = 0.0
-    noise_counts: list[int] = field(default_factory=list)
-    noise_sizes: list[int] = field(default_factory=list)
-    noise_worst: float = 0.0
+    noise: dict[str, CaseNoise] = field(default_factory=dict)  # by case
+    distances: dict[str, tuple[float, int]] = field(default_factory=dict)  # worst, of how many
     noise_peak: float = 0.0  # largest |perturbed - replay|
     noise_square: float = 0.0  # largest mean square of that in one replay
     quantum: float = 0.0  # one unit in the last place of the largest result
     golden_elements: int = 0
+
+    @property
+    def noise_draws(self) -> int:
+        return sum(n.draws for n in self.noise.values())
+
+    @property
+    def noise_count(self) -> int:
+        return sum(sum(n.counts) for n in self.noise.values())
 
     def add(self, case: str, candidate: Tensor, replay: Tensor, keep: Tensor | None) -> int:
         """Pool one case, all elements or those of `keep`; returns how many differ."""
@@ -103,6 +111,7 @@ class Tally:
         for key, count in zip((*BUCKETS, BEYOND), counts, strict=True):
             self.histogram[key] += count
         top = float(apart.flatten()[worst_place])
+        self.distances[case] = top, kept
         if top > self.worst:
             self.worst, self.worst_case = top, case
             at = torch.unravel_index(torch.tensor(worst_place), candidate.shape)
@@ -111,8 +120,16 @@ class Tally:
             self.worst_values = float(values[0]), float(values[1])
         return differing
 
-    def add_noise(self, perturbed: Tensor, replay: Tensor, keep: Tensor | None) -> None:
-        """Pool one noise replay against the unperturbed one."""
+    def add_noise(
+        self,
+        case: str,
+        perturbed: Tensor,
+        replay: Tensor,
+        keep: Tensor | None,
+        *,
+        typical: bool = True,
+    ) -> None:
+        """Pool one noise replay of a case against the unperturbed one."""
         if perturbed.numel() == 0 or not is_real(perturbed.dtype):
             return
         wrong, apart = differs(perturbed, replay, self.numerics), scaled(perturbed, replay)
@@ -124,9 +141,9 @@ class Tally:
             size = int(keep.sum())
         facts = wrong.sum().double(), apart.max(), moved.abs().max(), moved.square().mean()
         count, top, peak, square = torch.stack(facts).tolist()
-        self.noise_counts.append(int(count))
-        self.noise_sizes.append(size)
-        self.noise_worst = max(self.noise_worst, top)
+        noise = self.noise.setdefault(case, CaseNoise(size, typical=typical))
+        noise.counts.append(int(count))
+        noise.worst = max(noise.worst, top)
         self.noise_peak = max(self.noise_peak, peak)
         self.noise_square = max(self.noise_square, square)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from harness import added, carried, operators, substitutes, writes
@@ -25,7 +26,7 @@ class Engine(State, TorchDispatchMode):
     def running(self) -> Iterator[None]:
         carried.enter(self)
         try:
-            with self:
+            with plain_bias(), self:
                 yield
         finally:
             carried.leave()
@@ -79,7 +80,8 @@ class Engine(State, TorchDispatchMode):
         like = called.endswith("_like") or called.startswith("new_")
         if like and isinstance(args[0], Carried):
             kwargs = {**kwargs, "dtype": kwargs.get("dtype") or args[0].dtype}
-        return self.wrap_plain(func(*self.values(args, False), **self.values(kwargs, False)))
+        value = func(*self.values(args, False), **self.values(kwargs, False))
+        return self.wrap_plain(value)
 
     def _without_floats(self, func: Any, called: str, args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
@@ -122,7 +124,7 @@ class Engine(State, TorchDispatchMode):
     def _move(self, func: Any, args: Any, kwargs: dict[str, Any], floats: list[Carried]) -> Any:
         """The result holds elements of the arguments: it is not rounded again."""
         dtypes = {f.dtype for f in floats if f.ndim} or {floats[0].dtype}
-        only = next(iter(dtypes))
+        only: torch.dtype = next(iter(dtypes))
         dtype = only if len(dtypes) == 1 else DTYPES.of(func, args, kwargs)[0] or only
         swap: dict[int, Tensor] = {}
         wide = any(f.dtype != dtype or not f.narrow for f in floats)
@@ -152,11 +154,15 @@ class Engine(State, TorchDispatchMode):
     ) -> Any:
         """Arithmetic: runs on widened values; a result in a low dtype is a rounding point."""
         if self.forced is not None and called in operators.DECISIONS:
+            if called == "argmax":
+                self._note_choice(args, kwargs, func)
             return self.wrap_plain(self.route(lambda: None))
         result = self._run(func, called, args, kwargs)
         many = isinstance(result, (list, tuple))
         items = list(result) if many else [result]
         if not any(isinstance(r, Tensor) and is_real(r.dtype) for r in items):
+            if called == "argmax":
+                self._note_choice(args, kwargs, func)
             return self.wrap_plain(self.route(lambda: result))
         dtypes = DTYPES.of(func, args, kwargs)
         finished = [
@@ -166,6 +172,12 @@ class Engine(State, TorchDispatchMode):
             for r, d in itertools.zip_longest(items, dtypes[: len(items)])
         ]
         return type(result)(finished) if many else finished[0]
+
+    def _note_choice(self, args: Any, kwargs: dict[str, Any], func: Any) -> None:
+        given = substitutes.keywords(func, args, kwargs)
+        value, dim = given["self"].value, given["dim"]
+        value = value.flatten() if dim is None else value.transpose(dim, -1)
+        self.choices.append(Choice(value.clone(), 1))
 
     def _run(self, func: Any, called: str, args: Any, kwargs: dict[str, Any]) -> Any:
         wide = self.plan.carry is not None
@@ -201,22 +213,44 @@ class Engine(State, TorchDispatchMode):
         and nothing inside is asked for, its equation otherwise."""
         with _disable_current_modes():
             found: list[Carried] = []
-            q, k, v, mask = (self._open(x, found) for x in (query, key, value, attn_mask))
+            lazy = hasattr(attn_mask, "_materialize")  # a bias that is no tensor yet
+            q, k, v = (self._open(x, found) for x in (query, key, value))
+            mask = attn_mask if lazy else self._open(attn_mask, found)
             given = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             as_is = self.plan.rounds and not self.plan.add and all(f.narrow for f in found)
             if as_is:
                 if self.noise is not None and self.noise.noise.reorder:
                     q, k = self.noise.reordered(q, k)
-                result = ATTENTION(*self.values((q, k, v, mask), False), **given)
+                mask = mask if lazy else self.values(mask, False)
+                q, k, v = self.values((q, k, v), False)
+                result = ATTENTION(q, k, v, mask, **given)
             else:
-                q, k, v, mask = self.values((q, k, v, mask), True)
-                if mask is not None and hasattr(mask, "_materialize"):
-                    mask = mask._materialize(q.device)
+                q, k, v = self.values((q, k, v), True)
+                mask = mask._materialize(q.device) if lazy else self.values(mask, True)
                 result = substitutes.attention(
                     q, k, v, mask, is_causal, scale,
                     lambda p: added.probabilities(self.plan.add, p, self.noise),
                 )  # fmt: skip
             return self.finish("scaled_dot_product_attention", result, query.dtype, found)
+
+
+@contextmanager
+def plain_bias() -> Iterator[None]:
+    """Let PyTorch's causal attention bias be made under a dispatch mode.
+
+    It is a tensor subclass whose constructor refuses a tensor that Python has seen, as a mode makes
+    it happen (torch 2.11 to 2.13).
+    """
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Tensor:
+        with _disable_current_modes():
+            return torch.Tensor.__new__(cls, *args, **kwargs)
+
+    CausalBias.__new__ = staticmethod(new)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CausalBias.__new__
 
 
 def _wide_product(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

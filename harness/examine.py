@@ -59,6 +59,7 @@ class Examination:
     cases: int = 0
     flipped: int = 0
     noise_runs: int = 0
+    golden: bool = True  # compare typical cases with FP64
     prefix: str = ""  # of the outputs' names: one tally for each kind of layer
 
     def plan(self, **changes: Any) -> Plan:
@@ -115,7 +116,13 @@ class Examination:
             for name, tensor in perturbed.results.items():
                 if is_real(tensor.dtype) and self.numerics(name) != "exact":
                     tally, mask = self.tally(name), prepared.masks.get(name)
-                    tally.add_noise(tensor, prepared.contract.results[name], mask)
+                    tally.add_noise(
+                        self._where(case),
+                        tensor,
+                        prepared.contract.results[name],
+                        mask,
+                        typical=case.typical,
+                    )
 
     def judge(
         self,
@@ -140,7 +147,7 @@ class Examination:
         results = self._results(prepared, seen)
         keep = self._routes(prepared, seen, deviations)
         golden = None
-        if case.typical:
+        if case.typical and self.golden:
             golden = replay(reference, case.args, GOLDEN, prepared.first, case.kwargs).results
         for name, mine in results.items():
             ours = prepared.contract.results[name]
@@ -204,8 +211,9 @@ class Examination:
             self.faults.add("route", f"{flips.unexplained} ({self._where(prepared.case)})")
         return flips.rows
 
-    def weigh_points(self, reference: nn.Module, prepared: Prepared, seen: Observed) -> None:
-        """For each rounding: which of two replays does the candidate equal where they differ?"""
+    def weigh_points(self, reference: nn.Module, prepared: Prepared, seen: Observed) -> int:
+        """For each rounding: which of two replays does the candidate equal where they differ?
+        Returns the number of roundings."""
         mine = self._results(prepared, seen)
         declared = [(p, "elided" if p.name in self.contract.elides else "kept")
                     for p in prepared.first.points if p.interior]  # fmt: skip
@@ -235,6 +243,7 @@ class Examination:
                 evidence.equals_declared += sums[1]
                 evidence.equals_flipped += sums[2]
                 evidence.differs_flipped += sums[3]
+        return len(declared)
 
     def _plain_noise(
         self, reference: nn.Module, prepared: Prepared, plan: Plan, plain: dict[str, Tensor]

@@ -56,6 +56,7 @@ def judge_model(
     """
     contract = Contract(numerics="reduction", adds=dict.fromkeys(adds, "declared by a change"))
     exam = Examination(contract, storages(reference, candidate), seed)
+    exam.golden = False  # a whole layer's distance from FP64 says nothing about one change
     exam.faults.add("policy", policy.refusal(contract))
     if exam.faults.reason is not None:
         return verdicts.verdict(exam, "model", [])
@@ -134,7 +135,7 @@ class _Layers:
             if not self.busy and self.exam.faults.reason is None:
                 fixed = self.exam.fixed
                 args, kwargs = map_tensors(lambda t: copied(t, fixed), (args, kwargs))
-                case = Case(name=label, node=name, args=args, kwargs=kwargs, typical=False)
+                case = Case(name=label, node=name, args=args, kwargs=kwargs)
                 self.waiting[name] = case
 
         return hook

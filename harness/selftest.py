@@ -60,13 +60,13 @@ def self_test(reference: nn.Module, workload: Workload, seed: int) -> None:
             if wrong >= worst.get(key, (0, case))[0]:
                 worst[key] = wrong, case
             for run in runs:
-                tally.add_noise(run.results[name], ours, None)
+                tally.add_noise(f"{case.node}, {case.name}", run.results[name], ours, None)
                 if run.varied:
                     varied.add(key)
     for key, tally in tallies.items():
         allowed = 0
         if key in varied:
-            allowed = bounds.allowed(tally.noise_counts, tally.noise_sizes, tally.elements)
+            allowed = bounds.allowed(list(tally.noise.values()), tally.elements)
         if tally.differing > allowed:
             case = worst[key][1]
             point = _first_difference(reference.get_submodule(case.node), case)
@@ -112,6 +112,6 @@ def _first_difference(node: nn.Module, case: Case) -> str:
     rounded = replay(node, case.args, Plan(name=True, record=True), first, case.kwargs)
     for point, a, b in zip(first.points, first.values, rounded.values, strict=False):
         wrong = int(differs(a, b, "reduction").sum()) if a.shape == b.shape else a.numel()
-        if wrong > bounds.allowed([0] * 2, [a.numel()] * 2, a.numel()):
+        if wrong > bounds.allowed([bounds.CaseNoise(a.numel(), [0, 0])], a.numel()):
             return f"`{point.name}` ({point.source}), where {wrong} of {a.numel()} differ"
     return "no rounding point: an operator between them"

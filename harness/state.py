@@ -68,8 +68,9 @@ class State:
 
     def settle(self, tensor: Tensor) -> Tensor:
         """A result as a plain tensor of its own in its advertised dtype; wide if nothing rounds."""
-        if not isinstance(tensor, Carried):
+        if not is_real(tensor.dtype):
             return self.resolve(tensor).clone()
+        tensor = self.adopt(tensor)
         dtype = tensor.dtype if self.plan.rounds else self.plan.wide(tensor.dtype)
         return tensor.value.to(dtype, copy=True)
 

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from harness.trees import leaves
-from harness.workload import StepInputs, Workload
+from harness.trees import leaves, map_tensors
+from harness.workload import StepInputs, Workload, free_bytes
 
 BATCH = 3  # sequences of a batch: odd, and rarely another dimension's size
 PRIMES = 17, 37, 67, 131, 257, 521, 1031  # prompt lengths, also rarely another dimension's size
@@ -78,9 +79,9 @@ def steps(
     deep = maker.cache(1, context, random=True)
     yield "decode of one sequence", maker.inputs(torch.tensor([[context - 1]]), deep)
     del deep
-    far = maker.cache(1, LONG, random=False)
-    if far is None or not hasattr(far, "extent"):
-        note(f"position {LONG - 1} is not judged: this cache cannot be made for it")
+    far = maker.far_cache()
+    if far is None:
+        note(f"position {LONG - 1} is not judged: its cache would be read whole, or does not fit")
         return
     far.extent = min(room, LONG)  # full layers need not read a million keys for it
     yield f"decode at position {LONG - 1}", maker.inputs(torch.tensor([[LONG - 1]]), far)
@@ -98,8 +99,24 @@ class _Maker:
         )
         return StepInputs(ids=ids, positions=positions.to(device), cache=cache)
 
+    def far_cache(self) -> Any:
+        """A cache of LONG positions whose layers need not read them all; None if there is none.
+
+        Memory of a CPU that nobody touches costs nothing, so there it may be larger than is free.
+        """
+        workload = self.workload
+        shape = workload.file.cache(workload.config, 1, LONG, "meta")
+        if not hasattr(shape, "extent"):
+            return None
+        if workload.device.type == "cpu":
+            return map_tensors(_untouched_zeros, shape)
+        size = sum(t.nbytes for _, t in leaves(shape))
+        if size > free_bytes(workload.device) // 2:
+            return None
+        return workload.file.cache(workload.config, 1, LONG, workload.device)
+
     def cache(self, batch: int, capacity: int, *, random: bool, aligned: bool = False) -> Any:
-        """A cache; None if it cannot have that capacity."""
+        """A cache for `batch` sequences, empty or filled with random values."""
         workload = self.workload
         cache = workload.file.cache(workload.config, batch, capacity, workload.device)
         if random:
@@ -109,3 +126,9 @@ class _Maker:
         if aligned and hasattr(cache, "ends_aligned"):
             cache.ends_aligned = True
         return cache
+
+
+def _untouched_zeros(like: Tensor) -> Tensor:
+    """Zeros on the CPU whose pages exist once they are written to."""
+    buffer = torch.from_numpy(np.zeros(max(1, like.nbytes), dtype=np.uint8))
+    return buffer[: like.nbytes].view(like.dtype).view(like.shape)

@@ -10,6 +10,7 @@ from harness.explain import Explanation, Sample, explain
 from harness.records import PointReport, UlpReport, Verdict
 
 NOT_VISIBLE = "not visible"
+NEITHER = "neither"  # most elements equal neither replay: something else is wrong
 OPPOSITE = {"kept": "elided", "elided": "kept", "added": "kept"}
 
 
@@ -17,11 +18,13 @@ def verdict(
     exam: Examination, scope: str, samples: list[Sample], backend: str | None = None
 ) -> Verdict:
     """The record, from all that was pooled."""
+    if not exam.cases:
+        exam.faults.add("call", "nothing was judged: the reference calls none of these modules")
     outputs = tuple(output_report(exam, t) for t in exam.tallies.values())
     rate = noise_rate(exam)
     points = tuple(point_report(e, rate) for e in exam.points.values())
     # A rounding that is declared as added and not there makes no kernel wrong.
-    wrong = [p for p in points if p.observed not in (p.declared, NOT_VISIBLE)]
+    wrong = [p for p in points if p.observed not in (p.declared, NOT_VISIBLE, NEITHER)]
     wrong = [p for p in wrong if p.declared != "added"]
     if samples and (wrong or "share" in exam.faults.found):
         found = explain(samples, exam.plan())
@@ -53,12 +56,10 @@ def verdict(
 
 def output_report(exam: Examination, tally: Tally) -> UlpReport:
     """The record of one output; adds a fault for each limit it breaks."""
-    noisy, seen = sum(tally.noise_counts), sum(tally.noise_sizes)
-    if tally.numerics == "exact":
-        allowed, worst = 0, 0.0
-    else:
-        allowed = bounds.allowed(tally.noise_counts, tally.noise_sizes, tally.elements)
-        worst = distance_limit(tally)
+    noisy, seen = tally.noise_count, tally.noise_draws
+    allowed = 0
+    if tally.numerics != "exact":
+        allowed = bounds.allowed(list(tally.noise.values()), tally.elements)
     share = tally.differing / tally.elements if tally.elements else 0.0
     allowed_share = allowed / tally.elements if tally.elements else 0.0
     noise_share = noisy / seen if seen else 0.0
@@ -69,12 +70,14 @@ def output_report(exam: Examination, tally: Tally) -> UlpReport:
             f"contract's replay, {_percent(allowed_share)} allowed ({tally.numerics}; "
             f"self-noise {_percent(noise_share)})",
         )
-    elif tally.worst > worst:
-        exam.faults.add(
-            "distance",
-            f"{tally.output}: an element is {tally.worst:.3g} ULPs of its row's largest off, "
-            f"{worst:.3g} allowed ({tally.worst_case})",
-        )
+    for case, (worst, elements) in tally.distances.items():
+        limit = distance_limit(tally, case, elements)
+        if tally.numerics != "exact" and worst > limit:
+            exam.faults.add(
+                "distance",
+                f"{tally.output}: an element is {worst:.3g} ULPs of its row's largest off, "
+                f"{limit:.3g} allowed ({case})",
+            )
     mine, ours = golden_errors(tally)
     limit = golden_limit(tally, allowed)
     if mine > limit:
@@ -100,14 +103,16 @@ def output_report(exam: Examination, tally: Tally) -> UlpReport:
     )
 
 
-def distance_limit(tally: Tally) -> float:
-    """The largest scaled distance that is noise: the largest that noise showed, taken on to the
-    candidate's number of elements, and one ULP more, the least by which two roundings differ."""
-    draws = sum(tally.noise_sizes)
-    if not draws:
+def distance_limit(tally: Tally, case: str, elements: int) -> float:
+    """The largest scaled distance that is noise: the largest that noise showed in the same case, or
+    in all typical ones for one of them, taken on to the false-alarm level, and one ULP, the least
+    by which two roundings differ."""
+    noise = tally.noise.get(case)
+    if noise is None or not noise.draws:
         return 1.0
-    factor = bounds.extreme_factor(tally.elements, draws)
-    return 1.0 + tally.noise_worst * factor
+    group = [n for n in tally.noise.values() if n.typical] if noise.typical else [noise]
+    draws = sum(n.draws for n in group)
+    return 1.0 + max(n.worst for n in group) * bounds.extreme_factor(elements, draws)
 
 
 def golden_errors(tally: Tally) -> tuple[float, float]:
@@ -125,8 +130,8 @@ def golden_limit(tally: Tally, allowed: int) -> float:
     norm = math.sqrt(tally.golden_norm)
     if not norm:
         return math.inf
-    factor = bounds.extreme_factor(tally.elements, max(2, sum(tally.noise_sizes)))
-    if 2 * sum(tally.noise_counts) > sum(tally.noise_sizes):
+    factor = bounds.extreme_factor(tally.elements, max(2, tally.noise_draws))
+    if 2 * tally.noise_count > tally.noise_draws:
         moved = tally.golden_elements * tally.noise_square * factor**2
     else:
         moved = allowed * max(tally.quantum, tally.noise_peak * factor) ** 2
@@ -142,6 +147,8 @@ def point_report(evidence: Evidence, rate: float) -> PointReport:
     observed = evidence.declared
     if evidence.visible == 0 or abs(ratio) < -math.log(bounds.FALSE_ALARM):
         observed = NOT_VISIBLE
+    elif 2 * (evidence.equals_declared + evidence.equals_flipped) < evidence.visible:
+        observed = observed if evidence.declared == "added" else NEITHER
     elif ratio < 0:
         observed = OPPOSITE[evidence.declared]
     return PointReport(
@@ -181,8 +188,8 @@ def explained(points: tuple[PointReport, ...], found: Explanation) -> tuple[Poin
 
 def noise_rate(exam: Examination) -> float:
     """An upper bound of the chance that noise changes an element, at most one half."""
-    counts = sum(sum(t.noise_counts) for t in exam.tallies.values())
-    sizes = sum(sum(t.noise_sizes) for t in exam.tallies.values())
+    counts = sum(t.noise_count for t in exam.tallies.values())
+    sizes = sum(t.noise_draws for t in exam.tallies.values())
     return min(0.5, bounds.upper_rate(counts, sizes)) if sizes else bounds.FALSE_ALARM
 
 

@@ -21,7 +21,8 @@ def write(
     floats: list[Carried],
 ) -> Any:
     """Run `func`, which writes to the argument at `positions`; returns what it would return."""
-    name = func._schema.arguments[positions[0]].name
+    place = positions[0]
+    name = func._schema.arguments[place].name
     target = substitutes.keywords(func, *call)[name]
     if len(positions) > 1 or torch.Tag.inplace_view in func.tags:
         raise NotImplementedError(f"{func} cannot be replayed; write it with other operators")
@@ -33,7 +34,7 @@ def write(
         scratch = target.value.to(state.plan.wide(target.dtype), copy=True)
         _call(state, func, call, True, {id(target): scratch})
         _store(state, target, state.finish(operators.name(func), scratch, target.dtype, floats))
-    return next(iter(original[positions[0] :]), target)
+    return next(iter(original[place:]), target)
 
 
 def _call(

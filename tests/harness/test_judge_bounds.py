@@ -1,0 +1,68 @@
+"""The exact bounds against values from tables, and what they mean for a candidate."""
+
+import math
+
+import pytest
+
+from harness.bounds import (
+    FALSE_ALARM,
+    CaseNoise,
+    allowed,
+    beta_cdf,
+    binomial_limit,
+    extreme_factor,
+    spread,
+    upper_rate,
+)
+
+
+def binomial_tail(n: int, p: float, k: int) -> float:
+    """P(X > k), summed."""
+    return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k + 1, n + 1))
+
+
+@pytest.mark.parametrize(
+    ("differing", "elements", "level", "expected"),
+    [(0, 1000, 0.05, 1 - 0.05**0.001), (5, 1000, 0.025, 0.0116294), (3, 10, 0.025, 0.652453)],
+)
+def test_clopper_pearson(differing: int, elements: int, level: float, expected: float) -> None:
+    assert math.isclose(upper_rate(differing, elements, level), expected, rel_tol=1e-5)
+
+
+def test_nothing_seen_follows_the_rule_of_three() -> None:
+    assert math.isclose(upper_rate(0, 10**6, 0.05), 3e-6, rel_tol=0.01)
+    assert upper_rate(7, 7) == 1.0
+
+
+def test_binomial_limit_is_the_quantile() -> None:
+    limit = int(binomial_limit(50, 0.1, 0.01))
+    assert binomial_tail(50, 0.1, limit) < 0.01 <= binomial_tail(50, 0.1, limit - 1)
+    assert math.isclose(beta_cdf(0.1, limit + 1, 50 - limit), binomial_tail(50, 0.1, limit))
+
+
+def test_allowance_is_sharp_and_never_zero() -> None:
+    quiet = allowed([CaseNoise(10_000, [0] * 64)], 100_000)
+    assert 1 <= quiet < 20  # an elided rounding changes 30 000 of them
+    noisy = allowed([CaseNoise(10_000, [1] * 64)], 100_000)
+    assert 10 < noisy < 60
+    assert allowed([CaseNoise(10_000, [0] * 64)], 0) == 0
+
+
+def test_cases_weigh_by_their_elements_not_by_their_replays() -> None:
+    often, seldom = CaseNoise(10_000, [0] * 60), CaseNoise(10_000, [100] * 4)
+    assert 100 < allowed([often, seldom], 20_000) < 300
+
+
+def test_clusters_widen_the_bound() -> None:
+    clustered = [CaseNoise(10_000, [64] + [0] * 63)]
+    even = [CaseNoise(10_000, [1] * 64)]
+    assert spread(even) == 1.0
+    assert spread(clustered) > 30
+    assert spread([CaseNoise(10_000, [0] * 8), CaseNoise(10_000, [900] * 8)]) == 1.0
+    assert allowed(clustered, 10_000) > allowed(even, 10_000)
+
+
+def test_extremes_grow_slowly() -> None:
+    assert 1.0 < extreme_factor(10**5, 64 * 10**5) < 2.0
+    assert extreme_factor(10, 1) == math.inf
+    assert FALSE_ALARM < 1e-3
