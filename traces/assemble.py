@@ -20,7 +20,7 @@ def assemble(
     outline: Outline,
     device: str,
     mode: str,
-    step_us: float,
+    step_times_us: Sequence[float],
     title: str,
     ceilings: Ceilings | None = None,
 ) -> Trace:
@@ -57,7 +57,8 @@ def assemble(
         device=device,
         mode=mode,
         steps=len(agreeing),
-        step_us=round(step_us, 3),
+        step_us=round(statistics.median(step_times_us), 3),
+        fastest_step_us=round(min(step_times_us), 3),
         profiled_step_us=round(statistics.median(totals), 3),
         kernels=tuple(kernels),
         calls=tuple(

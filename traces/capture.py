@@ -7,7 +7,6 @@ CUDA graph), which gives the times. `align` carries the origins from the first t
 
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ __all__ = ["Trace", "capture"]
 
 WARM_UPS = 3  # the first steps set up libraries, compile kernels and fill caches
 STEPS = {"cpu": 7, "cuda": 3}  # profiled; a host operator's time varies more than a kernel's
+UNPROFILED = {"cpu": 20, "cuda": 5}
 
 
 def capture(
@@ -62,7 +62,7 @@ def capture(
     own = Step(model, args, mode) if step is None and mode == "graph" else None
     timed_step = step or own or eager
     try:
-        step_us = _step_us(timed_step, device)
+        step_times_us = _step_times_us(timed_step, device)
         events = _profile(lambda: _run_steps(timed_step, device), device)
     finally:
         if own is not None:
@@ -75,7 +75,7 @@ def capture(
         outline=outline(model),
         device=device.type,
         mode=timed_step.mode if isinstance(timed_step, Step) else mode,
-        step_us=step_us,
+        step_times_us=step_times_us,
         title=title or type(model).__name__,
         ceilings=ceilings,
     )
@@ -109,15 +109,15 @@ def _run_steps(step: Callable[[], Any], device: torch.device) -> None:
             _wait(device)
 
 
-def _step_us(step: Callable[[], Any], device: torch.device) -> float:
-    """One step without the profiler: the median, started on an idle device."""
+def _step_times_us(step: Callable[[], Any], device: torch.device) -> list[float]:
+    """Steps without the profiler, each started on an idle device."""
     times = []
-    for _ in range(STEPS[device.type] + 1):
+    for _ in range(UNPROFILED[device.type]):
         start = time.perf_counter_ns()
         step()
         _wait(device)
         times.append((time.perf_counter_ns() - start) / 1e3)
-    return statistics.median(times)
+    return times
 
 
 def _profile(run: Callable[[], None], device: torch.device) -> list[Event]:

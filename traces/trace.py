@@ -94,7 +94,8 @@ class Trace(Record):
     device: str  # "cpu" or "cuda"
     mode: str  # "eager" or "graph"
     steps: int  # profiled steps; times are medians over them
-    step_us: float  # one step without the profiler
+    step_us: float  # one step without the profiler, median
+    fastest_step_us: float  # the least disturbed of those
     profiled_step_us: float
     kernels: tuple[Kernel, ...]
     calls: tuple[Call, ...]

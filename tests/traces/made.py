@@ -75,6 +75,7 @@ def trace(
         mode="graph",
         steps=3,
         step_us=total,
+        fastest_step_us=total,
         profiled_step_us=total,
         kernels=tuple(made),
         calls=tuple(Call(module=m, parent=p) for m, p in calls),

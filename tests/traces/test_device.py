@@ -46,7 +46,7 @@ def traced(
         outline=outline(MODEL),
         device="cuda",
         mode="graph",
-        step_us=100.0,
+        step_times_us=[100.0],
         title="tower",
     )
 

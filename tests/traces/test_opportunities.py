@@ -113,7 +113,7 @@ def test_predictions_leave_out_what_the_profiler_adds() -> None:
         Did(name="b", call=1, reads=[(1, 8)], writes=[(2, 8)]),
     ]
     t = trace(kernels, [("", None), ("pair", 0)], given=[0], outputs=[2])
-    halved = Trace(**{**vars(t), "step_us": t.step_us / 2})
+    halved = Trace(**{**vars(t), "fastest_step_us": t.step_us / 2})
     assert found(halved)["pair"].bound_us == pytest.approx(11.0 - 0.016)
 
 
