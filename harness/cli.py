@@ -1,15 +1,24 @@
 """What every command line shares, torch-free: errors as one line, exit codes, caches, tables."""
 
+import argparse
 import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from harness.errors import ExitCode, SelfTestError, UserError
 
 BROKEN_PIPE = 128 + 13  # what a shell reports for a process that SIGPIPE ended
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose usage errors are one line like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ExitCode.BAD_INPUT, f"error: {message}; see {self.prog} --help\n")
 
 
 def run(main: Callable[[], int | None]) -> int:

@@ -1,0 +1,77 @@
+"""The judge and the benches by hand: `python -m harness verify|bench|ceilings|...`.
+
+Nothing heavy is imported before the words have been understood.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+
+from harness import cli
+
+# Where each command's `run(arguments) -> exit code` lives.
+MODULES = {
+    "verify": "harness.command_verify",
+    "bench": "harness.command_bench",
+    "ceilings": "harness.command_bench",
+    "aa": "harness.command_bench",
+    "rounding-points": "harness.command_verify",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = cli.Parser(prog="python -m harness", description="The judge and the benches by hand.")
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, help_: str, *, model: bool = True) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help_, description=help_)
+        if model:
+            command.add_argument("--model", default="beam", help="a known model, or a model file")
+            command.add_argument("--preset", default="auto", help="a size of the model")
+            command.add_argument("--seed", type=int, default=0, help="seed of weights and inputs")
+        command.add_argument("--device", default="auto", help="auto, cpu or cuda")
+        command.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        return command
+
+    verify = add("verify", "the verdict on one change: does it round as its contract says?")
+    verify.add_argument(
+        "change", metavar="CHANGE|FILE", help="a change's name, inductor:REGION, or a change file"
+    )
+    verify.add_argument("--backend", help="which implementation; default the device's first")
+    verify.add_argument("--time", action="store_true", help="time the model with and without it")
+    bench = add("bench", "the unchanged model eager, in a CUDA graph, and compiled")
+    bench.add_argument("--target", default="decode-bs1", help="what is timed beside the prefill")
+    bench.add_argument("--minutes", type=positive, default=10.0, help="for all baselines")
+    add("ceilings", "what this device can do at most, measured", model=False)
+    add("rounding-points", "every tensor that the model rounds, with operator and source line")
+    aa = add("aa", "time a step against itself: how small an effect can be told from none?")
+    aa.add_argument("--target", default="decode-bs1", help="the step")
+    aa.add_argument("--comparisons", type=count, default=20, help="of the step with itself")
+    aa.add_argument("--seconds", type=positive, default=2.0, help="for each comparison")
+    return p
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    module = importlib.import_module(MODULES[arguments.command])
+    run: Callable[[argparse.Namespace], int] = module.COMMANDS[arguments.command]
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

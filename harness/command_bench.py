@@ -1,0 +1,141 @@
+"""`python -m harness bench`, `ceilings` and `aa`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+
+from harness import cli
+from harness.baselines import run_baselines
+from harness.bench import Step, compare, default_mode, smallest_effect, time_step
+from harness.ceilings import measure_ceilings, rows
+from harness.environment import environment
+from harness.errors import ExitCode
+from harness.records import Baseline, Environment, Paired, Timing
+from harness.workload import Workload, pick_device
+
+PREFILL = "prefill-8x2048"
+DECODE = "decode-bs1"
+
+
+def bench(a: argparse.Namespace) -> int:
+    workload = Workload.load(a.model, a.preset, a.device, a.seed)
+    chosen = workload.target(a.target)
+    targets = {"decode": workload.target(DECODE), "prefill": workload.target(PREFILL)}
+    targets[chosen.kind] = chosen
+    inputs = {kind: workload.inputs(target, seed=a.seed) for kind, target in targets.items()}
+    here = environment(workload.device)
+    found: list[Baseline] = []
+    progress(f"{workload.name} {workload.preset} on {here.device_name}")
+    for baseline in run_baselines(
+        workload, inputs["decode"], inputs["prefill"], budget_s=60 * a.minutes
+    ):
+        progress(f"{baseline.name}: {baseline.absent or 'timed'}")
+        found.append(baseline)
+    if a.json:
+        described = {kind: target.describe() for kind, target in targets.items()}
+        output = {
+            "model": workload.name,
+            "preset": workload.preset,
+            "workload": described,
+            "environment": here.to_json(),
+            "baselines": [b.to_json() for b in found],
+        }
+        print(json.dumps(output, indent=2))
+        return ExitCode.DONE
+    cli.print_table(
+        f"{workload.name} {workload.preset}; {machine(here)}",
+        ("baseline", *(target.describe() for target in targets.values())),
+        [(b.name, timing(b.decode), timing(b.prefill)) for b in found],
+    )
+    for b in found:
+        if b.absent or b.note:
+            print(f"{b.name}: {b.absent or b.note}")
+    return ExitCode.DONE
+
+
+def ceilings(a: argparse.Namespace) -> int:
+    measured = measure_ceilings(pick_device(a.device))
+    if a.json:
+        print(json.dumps(measured.to_json(), indent=2))
+    else:
+        title = f"ceilings of {measured.device_name}, measured"
+        cli.print_table(title, ("what", "at most"), rows(measured))
+    return ExitCode.DONE
+
+
+def aa(a: argparse.Namespace) -> int:
+    """Exit code 1 if any comparison of the step with itself looked like a gain or a loss."""
+    workload = Workload.load(a.model, a.preset, a.device, a.seed)
+    target = workload.target(a.target)
+    inputs = workload.inputs(target, seed=a.seed)
+    mode = default_mode(workload.device) if target.kind == "decode" else "eager"
+    with Step(workload.model, inputs, mode) as step:
+        alone = time_step(step, budget_s=a.seconds)
+        effect = smallest_effect(step, budget_s=a.seconds)
+        progress(f"smallest detectable effect {effect:.2f} us of {alone.median_us:.1f} us")
+        pairs = list(compared(step, effect, a.comparisons, a.seconds))
+    alarms = sum(is_alarm(pair) for pair in pairs)
+    if a.json:
+        output = {
+            "target": target.describe(),
+            "step": alone.to_json(),
+            "smallest_effect_us": effect,
+            "alarms": alarms,
+            "comparisons": [pair.to_json() for pair in pairs],
+        }
+        print(json.dumps(output, indent=2))
+    else:
+        cli.print_table(
+            f"{target.describe()} against itself; smallest effect {effect:.2f} us "
+            f"({effect / alone.median_us:.2%} of {alone.median_us:.1f} us)",
+            ("comparison", "shown effect, us", "95% interval, us", "detectable, us", "pairs", ""),
+            (
+                (
+                    i,
+                    f"{p.gain_us:.2f}",
+                    interval(p.gain_interval_us, 2),
+                    f"{p.mde_us:.2f}",
+                    p.pairs,
+                    "alarm" if is_alarm(p) else "",
+                )
+                for i, p in enumerate(pairs, start=1)
+            ),
+        )
+        print(f"{alarms} false alarms in {len(pairs)} comparisons")
+    return ExitCode.FOUND if alarms else ExitCode.DONE
+
+
+def compared(step: Step, effect: float, count: int, seconds: float) -> Iterable[Paired]:
+    """Each comparison has a second build of the step, as a change would."""
+    for i in range(count):
+        with step.twin() as twin:
+            yield compare(step, twin, effect, budget_s=seconds)
+        progress(f"comparison {i + 1} of {count}")
+
+
+def is_alarm(pair: Paired) -> bool:
+    """Whether the pair would count as a gain or a loss."""
+    low, high = pair.gain_interval_us
+    return abs(pair.gain_us) > pair.mde_us and (low > 0 or high < 0)
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def machine(here: Environment) -> str:
+    cores = f", {here.cpu_threads} threads" if here.device == "cpu" else f", driver {here.driver}"
+    return f"{here.device_name}{cores}, torch {here.torch}"
+
+
+def timing(t: Timing | None) -> str:
+    return "-" if t is None else f"{t.median_us:.1f} us {interval(t.interval_us)}"
+
+
+def interval(bounds: tuple[float, float], digits: int = 1) -> str:
+    low, high = bounds
+    return f"[{low:.{digits}f}, {high:.{digits}f}]"
+
+
+COMMANDS = {"bench": bench, "ceilings": ceilings, "aa": aa}

@@ -1,0 +1,169 @@
+"""`python -m harness verify` and `rounding-points`."""
+
+import argparse
+import json
+import os
+from typing import Any
+
+from torch import nn
+
+from harness import cli
+from harness.bench import Step, compare, default_mode, smallest_effect
+from harness.command_bench import DECODE, PREFILL, interval, progress
+from harness.errors import ExitCode, UserError
+from harness.judge import judge_model, judge_region, self_test
+from harness.points import points_for_model, points_table
+from harness.records import Latency, Paired, Verdict
+from harness.workload import Workload
+from optimized.catalog import load_change
+from optimized.change import Change, apply_change, share
+from optimized.inductor import PREFIX, inductor_change
+
+
+def verify(a: argparse.Namespace) -> int:
+    workload = Workload.load(a.model, a.preset, a.device, a.seed)
+    if a.backend == "triton" and workload.device.type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the change's file is imported
+    change = find(a.change)
+    backend = a.backend or first_backend(change, workload.device.type)
+    candidate = share(workload.model)
+    try:
+        replaced = apply_change(candidate, change, backend)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    progress(f"{workload.name} {workload.preset}: the judge's self-test")
+    self_test(workload.model, workload, a.seed)
+    progress(f"{change.name} ({backend}) replaces {len(replaced)} nodes; judging the region")
+    verdicts = [judge_region(workload.model, candidate, change, backend, workload, a.seed)]
+    if verdicts[0].passed:
+        progress("judging the model, layer by layer")
+        verdicts.append(judge_model(workload.model, candidate, workload, a.seed))
+    passed = all(verdict.passed for verdict in verdicts)
+    latency = timed(workload, candidate) if a.time and passed else None
+    if a.json:
+        output = {
+            "change": change.name,
+            "backend": backend,
+            "passed": passed,
+            "verdicts": [verdict.to_json() for verdict in verdicts],
+            "latency": None if latency is None else latency.to_json(),
+        }
+        print(json.dumps(output, indent=2))
+    else:
+        for verdict in verdicts:
+            print_verdict(f"{change.name} ({backend})", verdict)
+        if latency is not None:
+            print_latency(latency)
+        elif a.time:
+            print("not timed: only what passed is")
+    return ExitCode.DONE if passed else ExitCode.FOUND
+
+
+def rounding_points(a: argparse.Namespace) -> int:
+    workload = Workload.load(a.model, a.preset, a.device, a.seed)
+    points = points_for_model(workload)
+    columns, rows = points_table(points)
+    if a.json:
+        named = [dict(zip(columns, row, strict=True)) for row in rows]
+        print(json.dumps(named, indent=2))
+    else:
+        title = f"{workload.name} {workload.preset}: {len(points)} rounding points"
+        cli.print_table(title, columns, rows, left=len(columns) - 1)
+    return ExitCode.DONE
+
+
+def find(name: str) -> Change:
+    if name.startswith(PREFIX):
+        return inductor_change(name.removeprefix(PREFIX))
+    try:
+        return load_change(name)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def first_backend(change: Change, device_type: str) -> str:
+    for implementation in change.implementations:
+        if device_type in implementation.devices:
+            return implementation.backend
+    have = ", ".join(f"{i.backend} (on {'/'.join(i.devices)})" for i in change.implementations)
+    hint = "; --backend triton runs in Triton's interpreter" if "triton" in have else ""
+    raise UserError(f"change {change.name} has nothing for {device_type}, only {have}{hint}")
+
+
+def timed(workload: Workload, candidate: nn.Module) -> Latency:
+    """The model with the change against the model without it, both kinds of step."""
+
+    def paired(name: str) -> Paired:
+        target = workload.target(name)
+        progress(f"timing {target.describe()}")
+        inputs = workload.inputs(target, seed=workload.seed)
+        mode = default_mode(workload.device) if target.kind == "decode" else "eager"
+        with Step(workload.model, inputs, mode) as base, Step(candidate, inputs, mode) as changed:
+            return compare(base, changed, smallest_effect(base))
+
+    return Latency(decode=paired(DECODE), prefill=paired(PREFILL))
+
+
+def print_verdict(name: str, verdict: Verdict) -> None:
+    outcome = "passed" if verdict.passed else f"REJECTED: {verdict.reason}"
+    print(f"{name}, {verdict.scope}: {outcome} ({verdict.cases} cases, seed {verdict.seed})")
+    cli.print_table(
+        "outputs",
+        ("output", "class", "elements", "bit-equal", "differ", "allowed", "worst, ULP", "at"),
+        (
+            (
+                o.output,
+                o.numerics,
+                f"{o.elements:,}",
+                f"{o.bit_equal_share:.5%}",
+                f"{1 - o.bit_equal_share:.2e}",
+                f"{o.allowed_share:.2e}",
+                f"{o.worst_scaled:.3g}",
+                worst(o.worst_index, o.worst_values),
+            )
+            for o in verdict.outputs
+        ),
+        left=2,
+    )
+    if verdict.points:
+        cli.print_table(
+            "interior rounding points",
+            ("point", "operator", "source", "declared", "observed", "visible", "log likelihood"),
+            (
+                (
+                    p.point,
+                    p.operator,
+                    p.source,
+                    p.declared,
+                    p.observed,
+                    f"{p.visible_share:.2%}",
+                    f"{p.log_likelihood_ratio:+.1f}",
+                )
+                for p in verdict.points
+            ),
+            left=5,
+        )
+    for note in verdict.notes:
+        print(f"note: {note}")
+
+
+def worst(index: tuple[int, ...] | None, values: tuple[float, float] | None) -> str:
+    if index is None or values is None:
+        return "-"
+    return f"{list(index)}: {values[0]:.6g} for {values[1]:.6g}"
+
+
+def print_latency(latency: Latency) -> None:
+    def row(kind: str, pair: Paired) -> tuple[Any, ...]:
+        gain = f"{pair.gain_us:.1f} {interval(pair.gain_interval_us)}"
+        times = f"{pair.base_us:.1f}", f"{pair.candidate_us:.1f}"
+        return kind, *times, gain, f"{pair.mde_us:.1f}", pair.pairs
+
+    cli.print_table(
+        "times, us",
+        ("step", "without", "with", "gain [95% interval]", "detectable", "pairs"),
+        (row("decode", latency.decode), row("prefill", latency.prefill)),
+    )
+
+
+COMMANDS = {"verify": verify, "rounding-points": rounding_points}

@@ -1,0 +1,155 @@
+"""`python -m harness` on a model that the product does not know, and on words it cannot use."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.__main__ import main
+from harness.errors import UserError
+
+TOY = str(Path(__file__).with_name("toy_model.py"))
+
+CHANGE_FILE = """
+import torch
+from optimized.change import Change, Contract, Implementation
+
+def build(node, knobs):
+    def forward(x, residual):
+        residual = residual + x
+        wide = residual.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        return residual, {result}
+    return forward
+
+CHANGE = Change(
+    name="by-hand",
+    region="add_norm",
+    summary="the same, written once more",
+    contract=Contract(numerics="reduction"),
+    implementations=(Implementation(backend="torch", devices=("cpu", "cuda"), build=build),),
+)
+"""
+HONEST = "scaled.to(x.dtype) * node.weight + node.bias"
+ELIDED = "(scaled * node.weight + node.bias).to(x.dtype)"
+
+
+@pytest.fixture
+def change_file(tmp_path):
+    def write(result: str) -> str:
+        path = tmp_path / "by_hand.py"
+        path.write_text(CHANGE_FILE.replace("{result}", result))
+        return str(path)
+
+    return write
+
+
+def test_an_honest_change_passes_and_is_timed(change_file, capsys):
+    assert main(["verify", change_file(HONEST), "--model", TOY, "--json", "--time"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["change"], found["backend"], found["passed"]) == ("by-hand", "torch", True)
+    assert [verdict["scope"] for verdict in found["verdicts"]] == ["region", "model"]
+    assert found["latency"]["decode"]["base_us"] > 0
+    assert found["latency"]["prefill"]["pairs"] >= 5
+
+
+def test_an_elided_rounding_is_named_and_gives_1(change_file, capsys):
+    assert main(["verify", change_file(ELIDED), "--model", TOY, "--time"]) == 1
+    out = capsys.readouterr().out
+    assert "by-hand (torch), region: REJECTED: " in out
+    assert "interior rounding points" in out
+    assert "elided" in out
+    assert out.endswith("not timed: only what passed is\n")
+
+
+def test_rounding_points_are_listed_with_their_lines(capsys):
+    assert main(["rounding-points", "--model", TOY]) == 0
+    out = capsys.readouterr().out
+    assert "scaled.to(x.dtype) * self.weight" in out
+    assert "toy_model.py:" in out
+
+
+def test_baselines_of_any_model(capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["bench", "--model", TOY, "--minutes", "0.1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    eager, graph, compiled = found["baselines"]
+    assert eager["decode"]["median_us"] > 0 and eager["prefill"]["median_us"] > 0
+    assert graph["absent"] == "a CPU has no CUDA graphs"
+    assert compiled["absent"].startswith("no C++ compiler (no-such-compiler)")
+    assert found["environment"]["device"] == "cpu"
+
+
+def test_the_table_of_baselines_says_what_was_timed(capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["bench", "--model", TOY, "--minutes", "0.1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "decode 1 x 1 token(s), context 250" in lines[1]
+    assert lines[2].startswith("eager") and " us [" in lines[2]
+    assert lines[-2] == "graph: a CPU has no CUDA graphs"
+
+
+def test_a_step_against_itself(capsys):
+    words = ["aa", "--model", TOY, "--comparisons", "3", "--seconds", "0.1", "--json"]
+    code = main(words)
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["comparisons"]) == 3
+    assert all(pair["mde_us"] >= found["smallest_effect_us"] for pair in found["comparisons"])
+    assert code == (1 if found["alarms"] else 0)
+
+
+def test_ceilings_as_json(capsys):
+    assert main(["ceilings", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["read_gb_per_s"] > 0
+
+
+BAD = [
+    (["verify", "nope"], "unknown change 'nope'; known: .*swiglu.*, or the path of a change file"),
+    (["verify", "no.py"], "no change file at no.py; give the path of a .py file or a known name"),
+    (["verify", "inductor:nope"], "change inductor:nope: the model has no region 'nope'"),
+    (["verify", "swiglu", "--model", TOY], "change swiglu: the model has no region 'swiglu'"),
+    (
+        ["verify", "swiglu", "--backend", "cutedsl"],
+        "change swiglu has no backend 'cutedsl'; it has: triton, inductor",
+    ),
+    (["bench", "--target", "nope"], "unknown target 'nope'; choose one of decode-bs1, "),
+    (["aa", "--preset", "nope"], "model beam has no preset 'nope'; choose one of "),
+    (["ceilings", "--device", "tpu"], "unknown device 'tpu'; choose auto, cpu or cuda"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[" ".join(w)[-40:] for w, _ in BAD])
+def test_bad_input_is_one_line(words, message):
+    with pytest.raises(UserError, match=message) as caught:
+        main(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_change_for_another_device_says_what_there_is(change_file):
+    path = Path(change_file(HONEST))
+    path.write_text(path.read_text().replace('("cpu", "cuda")', '("cuda",)'))
+    with pytest.raises(UserError) as caught:
+        main(["verify", str(path), "--model", TOY, "--device", "cpu"])
+    assert str(caught.value) == "change by-hand has nothing for cpu, only torch (on cuda)"
+
+
+USAGE = [
+    ([], "error: the following arguments are required: COMMAND; see python -m harness --help"),
+    (["bench", "--minutes", "0"], "error: argument --minutes: 0 is not above 0; see "),
+    (["aa", "--comparisons", "x"], "error: argument --comparisons: invalid count value: 'x'; see "),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), USAGE, ids=[" ".join(w) for w, _ in USAGE])
+def test_bad_usage_is_one_line_at_once(words, line):
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "harness", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == 1
+    assert time.perf_counter() - start < 5
