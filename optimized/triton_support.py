@@ -3,7 +3,8 @@
 `INTERPRETED` says whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when this module
 is first imported), which executes them in NumPy on a CPU. Its conversions between FP32 and BF16
 are wrong (seen in Triton 3.6 and 3.9): to BF16 it truncates, where every GPU rounds to nearest
-even, and from BF16 it garbles denormals. Importing this module corrects both.
+even, and from BF16 it garbles denormals. Up to Triton 3.7 its fused multiply-add also rounds twice.
+Importing this module corrects all three.
 
 Rules for kernels: convert to FP32 before any arithmetic, round with `.to(tl.bfloat16)` wherever the
 reference does, and start kernels with `launch`, under which no product and sum are fused.
@@ -111,6 +112,21 @@ def round_to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
 
 
+def fma_fp32(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """x * y + z of FP32 values, rounded once.
+
+    The product is exact in FP64. The sum is rounded there to odd, so that no tie appears or is lost
+    before the rounding to FP32.
+    """
+    product, addend = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
+    total = product + addend
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)
+    even = np.isfinite(total) & (lost != 0) & (total.view(np.int64) % 2 == 0)
+    odd = np.nextafter(total, np.copysign(np.inf, lost))
+    return np.where(even, odd, total).astype(np.float32)
+
+
 def _correct_interpreter() -> None:
     from triton.runtime import interpreter
 
@@ -126,6 +142,16 @@ def _correct_interpreter() -> None:
 
     interpreter._convert_float = corrected
     interpreter_conversion.append(convert)
+
+    builder = interpreter.InterpreterBuilder
+    fma = builder.create_fma
+
+    def fused(self, x, y, z):
+        if z.data.dtype != np.float32:
+            return fma(self, x, y, z)
+        return interpreter.TensorHandle(fma_fp32(x.data, y.data, z.data), z.dtype.scalar)
+
+    builder.create_fma = fused
 
 
 # The interpreter's own conversion, kept for the test that shows why it is replaced.

@@ -12,6 +12,7 @@ from optimized import triton_support
 from optimized.triton_support import (
     INTERPRETED,
     exp_fp32,
+    fma_fp32,
     launch,
     outside_domain,
     round_to_bf16,
@@ -95,6 +96,27 @@ def test_rounding_toward_zero_stays_available():
 def test_round_to_bf16_of_nan_is_nan():
     bits = round_to_bf16(np.array([np.nan, -np.nan], dtype=np.float32))
     assert torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "x, y, z, expected",
+    [
+        # The product's last bit, which its own rounding to FP32 would lose, is all that is left.
+        (1 + 2**-12, 1 + 2**-12, -(1 + 2**-11), 2**-24),
+        # Just below and just above a tie of FP32, by less than FP64 sees; 2^46 + 1 is the product.
+        (2**-24 * (1 + 2**-23), 1 - 2**-23, 1 + 2**-23, 1 + 2**-23),
+        (8392705 * 2**-47, 8384513 * 2**-23, 1.0, 1 + 2**-23),
+        (8392705 * 2**-47, -8384513 * 2**-23, -1.0, -(1 + 2**-23)),
+        (np.inf, 1.0, 1.0, np.inf),
+        (1e30, 1e30, 0.0, np.inf),
+        (0.0, 1.0, -0.0, 0.0),
+    ],
+)
+def test_fused_multiply_add_rounds_once(x, y, z, expected):
+    with np.errstate(over="ignore", invalid="ignore"):
+        actual = fma_fp32(*(np.array([value], dtype=np.float32) for value in (x, y, z)))
+    assert actual.dtype == np.float32
+    assert actual[0] == expected
 
 
 @needs_kernels
