@@ -16,6 +16,7 @@ from harness.stats import median, median_interval
 from harness.step import Step
 
 CYCLES_PER_US = 2000  # no SM clocks faster than about 2 GHz, so a cover lasts at least as long
+COVER = 1.5  # times what the host needs to launch a graph, the stream is kept busy before it
 FLUSH_FACTOR = 2  # a buffer of twice the L2 leaves nothing of the step's data in it
 SETTLED = 0.02  # warm-up ends when the medians of two windows in a row are this close
 WINDOW = 5  # samples of a warm-up window
@@ -55,7 +56,7 @@ class Clock:
                 if self.buffer is not None:
                     self.buffer.zero_()
                 if step.mode == "graph":
-                    torch.cuda._sleep(int(2 * step.launch_us * CYCLES_PER_US))
+                    torch.cuda._sleep(int(COVER * step.launch_us * CYCLES_PER_US))
                 start.record()
                 step()
                 end.record()

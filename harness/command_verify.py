@@ -8,7 +8,16 @@ from typing import Any
 from torch import nn
 
 from harness import cli
-from harness.bench import Step, compare, default_mode, smallest_effect
+from harness.bench import (
+    Step,
+    compare,
+    default_mode,
+    disagreement,
+    empty_us,
+    slope_us,
+    smallest_effect,
+    time_step,
+)
 from harness.command_bench import DECODE, PREFILL, interval, progress
 from harness.errors import ExitCode, UserError
 from harness.judge import judge_model, judge_region, self_test
@@ -91,7 +100,8 @@ def first_backend(change: Change, device_type: str) -> str:
 
 
 def timed(workload: Workload, candidate: nn.Module) -> Latency:
-    """The model with the change against the model without it, both kinds of step."""
+    """The model with the change against the model without it, both kinds of step; says so where
+    the time inside the stream and the time from outside contradict each other."""
 
     def paired(name: str) -> Paired:
         target = workload.target(name)
@@ -99,7 +109,12 @@ def timed(workload: Workload, candidate: nn.Module) -> Latency:
         inputs = workload.inputs(target, seed=workload.seed)
         mode = default_mode(workload.device) if target.kind == "decode" else "eager"
         with Step(workload.model, inputs, mode) as base, Step(candidate, inputs, mode) as changed:
-            return compare(base, changed, smallest_effect(base))
+            pair = compare(base, changed, smallest_effect(base))
+            gap_us = empty_us(workload.device)
+            told = disagreement(time_step(changed), slope_us(changed), gap_us=gap_us)
+        if told is not None:
+            progress(f"{target.kind}: two clocks disagree: {told}")
+        return pair
 
     return Latency(decode=paired(DECODE), prefill=paired(PREFILL))
 
