@@ -28,7 +28,9 @@ class History:
 
     @property
     def controls(self) -> frozenset[str]:
-        return frozenset(a.control for a in self.attempts if a.control)
+        """The controls that were refused, as they must be."""
+        refused = (a for a in self.attempts if a.status is Status.REJECTED)
+        return frozenset(a.control for a in refused if a.control)
 
     @property
     def changes_judged(self) -> int:

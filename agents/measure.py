@@ -18,7 +18,7 @@ DECODE, PREFILL = "decode", "prefill"
 KINDS = DECODE, PREFILL
 DEFAULTS = {DECODE: "decode-bs1", PREFILL: "prefill-8x2048"}
 # What share of the budget one measurement of each kind may take, and at most how many seconds.
-SHARES = {DECODE: (0.008, 3.0), PREFILL: (0.012, 6.0)}
+SHARES = {DECODE: (0.008, 1.5), PREFILL: (0.012, 3.0)}
 MIN_PAIRS = {DECODE: 5, PREFILL: 3}  # rounds of base, candidate, candidate, base
 
 
