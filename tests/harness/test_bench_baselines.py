@@ -137,7 +137,8 @@ def test_compiled_layers_are_a_baseline(monkeypatch):
 
     whole, note = compiled()
     assert whole.prefill is not None
-    assert note.startswith("2 layers compiled as 2 kinds of call, mode 'default'")
+    assert note.startswith("layers compiled as 1 kind(s): decode, mode 'default', in ")
+    assert "; prefill, mode 'default', in " in note
     monkeypatch.setattr(baselines, "PREFILL_COMPILE_FACTOR", float("inf"))
     half, note = compiled()
     assert half.prefill is None
