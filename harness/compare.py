@@ -44,10 +44,12 @@ def scaled(a: Tensor, b: Tensor) -> Tensor:
     if not is_real(a.dtype):
         return (a != b).double()
     eps = torch.finfo(b.dtype).eps
-    wide = b.double()
+    precision = torch.float64 if b.dtype.itemsize > 2 else torch.float32  # exact for both
+    wide = b.to(precision)
     largest = wide.abs().amax(-1, keepdim=True) if b.ndim and b.numel() else wide.abs()
     exponent = torch.frexp(largest.clamp_min(torch.finfo(b.dtype).tiny)).exponent - 1
-    return (a.double() - wide).abs() / torch.ldexp(torch.full_like(wide[..., :1], eps), exponent)
+    unit = torch.ldexp(torch.full_like(largest, eps), exponent)
+    return (a.to(precision) - wide).abs() / unit.clamp_min(torch.finfo(precision).tiny)
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Tally:
     golden_norm: float = 0.0
     noise: dict[str, CaseNoise] = field(default_factory=dict)  # by case
     distances: dict[str, tuple[float, int]] = field(default_factory=dict)  # worst, of how many
+    shares: dict[str, float] = field(default_factory=dict)  # that differ, by case
     noise_peak: float = 0.0  # largest |perturbed - replay|
     noise_square: float = 0.0  # largest mean square of that in one replay
     quantum: float = 0.0  # one unit in the last place of the largest result
@@ -112,6 +115,7 @@ class Tally:
             self.histogram[key] += count
         top = float(apart.flatten()[worst_place])
         self.distances[case] = top, kept
+        self.shares[case] = differing / kept if kept else 0.0
         if top > self.worst:
             self.worst, self.worst_case = top, case
             at = torch.unravel_index(torch.tensor(worst_place), candidate.shape)
@@ -133,14 +137,14 @@ class Tally:
         if perturbed.numel() == 0 or not is_real(perturbed.dtype):
             return
         wrong, apart = differs(perturbed, replay, self.numerics), scaled(perturbed, replay)
-        moved = (perturbed.double() - replay.double()).nan_to_num(0.0, 0.0, 0.0)
+        moved = (perturbed.to(apart.dtype) - replay).nan_to_num(0.0, 0.0, 0.0)
         size = perturbed.numel()
         if keep is not None:
             keep = keep.expand_as(wrong)
             wrong, apart, moved = wrong & keep, apart.masked_fill(~keep, 0.0), moved * keep
             size = int(keep.sum())
-        facts = wrong.sum().double(), apart.max(), moved.abs().max(), moved.square().mean()
-        count, top, peak, square = torch.stack(facts).tolist()
+        facts = wrong.sum(), apart.max(), moved.abs().max(), moved.square().mean()
+        count, top, peak, square = torch.stack([f.double() for f in facts]).tolist()
         noise = self.noise.setdefault(case, CaseNoise(size, typical=typical))
         noise.counts.append(int(count))
         noise.worst = max(noise.worst, top)

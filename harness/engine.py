@@ -96,8 +96,8 @@ class Engine(State, TorchDispatchMode):
         many = isinstance(result, (list, tuple))
         items = list(result) if many else [result]
         if any(r.dtype != source.value.dtype for r in items):  # complex numbers as pairs, say
-            dtypes = DTYPES.of(func, args, kwargs)
-            return self.wrap(result, dtypes[0] or result.dtype)
+            dtype = DTYPES.of(func, args, kwargs)[0]
+            return self.wrap(result, result.dtype if dtype is None else dtype)
         wrapped = [self.wrap(r, source.dtype, source.box) for r in items]
         return type(result)(wrapped) if many else wrapped[0]
 
@@ -125,7 +125,9 @@ class Engine(State, TorchDispatchMode):
         """The result holds elements of the arguments: it is not rounded again."""
         dtypes = {f.dtype for f in floats if f.ndim} or {floats[0].dtype}
         only: torch.dtype = next(iter(dtypes))
-        dtype = only if len(dtypes) == 1 else DTYPES.of(func, args, kwargs)[0] or only
+        dtype: torch.dtype = only
+        if len(dtypes) > 1:
+            dtype = DTYPES.of(func, args, kwargs)[0] or only
         swap: dict[int, Tensor] = {}
         wide = any(f.dtype != dtype or not f.narrow for f in floats)
         for f in floats:  # a scalar takes the tensor's dtype, with its rounding
@@ -139,7 +141,7 @@ class Engine(State, TorchDispatchMode):
         return self.wrap(value, dtype, self.copied(value, floats))
 
     def _convert(self, func: Any, kwargs: dict[str, Any], source: Carried) -> Any:
-        dtype = kwargs.get("dtype") or source.dtype
+        dtype: torch.dtype = kwargs.get("dtype") or source.dtype
         others = {k: v for k, v in kwargs.items() if k != "dtype"}
         if not is_real(dtype):
             return self.wrap(self.route(lambda: func(source.value, **kwargs)), dtype)

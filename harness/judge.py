@@ -37,7 +37,7 @@ from harness.steps import steps
 from harness.workload import Workload, free_bytes
 from optimized.change import Change, nodes
 
-MOST_FLIPS = 100  # replays of a node with one rounding flipped
+MOST_FLIPS = 48  # replays of a node with one rounding flipped
 EDGE_RUNS = 4  # noise replays of a derived case
 SAMPLES = 3  # cases kept to explain a difference
 CASE_SHARE = 64  # one recorded call may take 1/64 of the free memory

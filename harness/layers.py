@@ -8,7 +8,7 @@ Only one layer's copies exist at a time.
 
 import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,16 +45,15 @@ def judge_model(
     workload: Workload,
     seed: int,
     *,
-    adds: Sequence[str] = (),
     per_kind: int | None = None,
     policy: Policy = DEFAULT,
 ) -> Verdict:
     """Judge the layers of `candidate`, which shares parameters with `reference`.
 
-    `adds` names the roundings that the applied changes declare to add. With `per_kind`, only so
-    many layers of each kind, drawn from `seed`, are judged; the verdict's notes say so.
+    Roundings that the contracts of its applied changes declare to add count as noise. With
+    `per_kind`, only so many layers of each kind, drawn from `seed`, are judged; the notes say so.
     """
-    contract = Contract(numerics="reduction", adds=dict.fromkeys(adds, "declared by a change"))
+    contract = joint_contract(candidate)
     exam = Examination(contract, storages(reference, candidate), seed)
     exam.golden = False  # a whole layer's distance from FP64 says nothing about one change
     exam.faults.add("policy", policy.refusal(contract))
@@ -92,6 +91,18 @@ def draw(model: nn.Module, names: list[str], per_kind: int, seed: int) -> list[s
         for name in chooser.sample(members, min(per_kind, len(members)))
     }
     return [name for name in names if name in drawn]
+
+
+def joint_contract(candidate: nn.Module) -> Contract:
+    """What all changes applied to `candidate` declare together."""
+    elides: dict[str, str] = {}
+    adds: dict[str, str] = {}
+    for module in candidate.modules():
+        contract = getattr(module, "contract", None)
+        if isinstance(contract, Contract):
+            elides.update(contract.elides)
+            adds.update(contract.adds)
+    return Contract(numerics="reduction", elides=elides, adds=adds)
 
 
 class _Layers:

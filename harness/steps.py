@@ -11,6 +11,7 @@ from harness.trees import leaves, map_tensors
 from harness.workload import StepInputs, Workload, free_bytes
 
 BATCH = 3  # sequences of a batch: odd, and rarely another dimension's size
+BATCHES = 8, 128  # what kernels for larger batches are judged on, where the model is no toy
 PRIMES = 17, 37, 67, 131, 257, 521, 1031  # prompt lengths, also rarely another dimension's size
 LONG = 1 << 20  # positions of the longest context
 PROBES = 97, 193  # two capacities, to tell fixed cache lengths from growing ones
@@ -51,7 +52,8 @@ def steps(
 ) -> Iterator[LabelledStep]:
     """Labelled inputs; later steps may continue the caches of earlier ones, so run them in order.
 
-    With `sizes`, also the target's own context and, where memory allows, a million positions.
+    With `sizes`, also larger batches, a target's own context and, where memory allows, a million
+    positions.
     """
     maker = _Maker(workload, torch.Generator(workload.device).manual_seed(seed))
     edges = window_edges(workload)
@@ -75,6 +77,12 @@ def steps(
     yield "decode at position 0", maker.inputs(torch.zeros(1, 1, dtype=torch.int64), one)
     if not sizes:
         return
+    if not workload.toy:
+        for batch in BATCHES:
+            many = maker.cache(batch, room, random=True)
+            at = torch.randint(room - 1, (batch, 1), generator=torch.Generator().manual_seed(seed))
+            yield f"decode of {batch} sequences", maker.inputs(at, many)
+            del many
     context = workload.target("decode-bs1").context
     deep = maker.cache(1, context, random=True)
     yield "decode of one sequence", maker.inputs(torch.tensor([[context - 1]]), deep)

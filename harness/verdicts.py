@@ -68,7 +68,7 @@ def output_report(exam: Examination, tally: Tally) -> UlpReport:
             "share",
             f"{tally.output}: {_percent(share)} of {tally.elements} elements differ from the "
             f"contract's replay, {_percent(allowed_share)} allowed ({tally.numerics}; "
-            f"self-noise {_percent(noise_share)})",
+            f"self-noise {_percent(noise_share)}); most in {_most(tally.shares)}",
         )
     for case, (worst, elements) in tally.distances.items():
         limit = distance_limit(tally, case, elements)
@@ -191,6 +191,11 @@ def noise_rate(exam: Examination) -> float:
     counts = sum(t.noise_count for t in exam.tallies.values())
     sizes = sum(t.noise_draws for t in exam.tallies.values())
     return min(0.5, bounds.upper_rate(counts, sizes)) if sizes else bounds.FALSE_ALARM
+
+
+def _most(shares: dict[str, float]) -> str:
+    case = max(shares, key=lambda name: shares[name])
+    return f"{case}: {_percent(shares[case])}"
 
 
 def _percent(share: float) -> str:

@@ -170,6 +170,7 @@ def replace_forward(
 
     replaced.forward = forward
     replaced.applied = change.name  # type: ignore[assignment]
+    replaced.contract = change.contract  # type: ignore[assignment]
     return replaced
 
 
