@@ -86,14 +86,15 @@ def smallest_effect(
     """The smallest gain, in us, that `compare` under the same budget can tell from none.
 
     A/A: `step` is compared with several twins of itself (`Step.twin`), one after the other.
-    `harness.stats.detectable` says what their differences add up to.
+    `harness.stats.detectable` says what their differences add up to; nothing below the clock's own
+    resolution counts.
     """
     by_twin = []
     for _ in range(TWINS):
         with step.twin() as twin:
             pairs = _pairs(step, twin, budget_s / TWINS, -(-min_pairs // TWINS), cold_l2)
         by_twin.append(abba_differences(pairs))
-    return detectable(by_twin)
+    return max(detectable(by_twin), Clock(step.device).resolution_us)
 
 
 def time_call(
