@@ -46,7 +46,7 @@ def first_call(node: nn.Module, run_step: Callable[[], object]) -> tuple[Any, ..
     calls: list[tuple[Any, ...]] = []
     handle = node.register_forward_pre_hook(lambda _node, args: calls.append(args) or None)
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             run_step()
     finally:
         handle.remove()

@@ -88,8 +88,8 @@ class Workload:
 
     @classmethod
     def load(cls, model: str, preset: str, device: str, seed: int = 0) -> "Workload":
-        """Find the model file and its preset; `auto` picks mini (or the first) on a CPU, and the
-        largest that fits on a GPU. Bad names raise UserError."""
+        """Find the model file and its preset; `auto` picks the smallest on a CPU, and the largest
+        that fits on a GPU. A toy model on a CPU gets one thread. Bad names raise UserError."""
         try:
             file = models.load(model)
         except ValueError as error:
@@ -100,7 +100,7 @@ class Workload:
         if preset not in file.configs:
             known = ", ".join(file.configs)
             raise UserError(f"model {model} has no preset {preset!r}; choose one of {known}")
-        return cls(
+        workload = cls(
             name=model,
             preset=preset,
             device=kind,
@@ -108,6 +108,11 @@ class Workload:
             file=file,
             config=file.configs[preset],
         )
+        if kind.type == "cpu" and workload.toy:
+            # Operators of some microseconds gain nothing from a second thread, and wait for it: on
+            # two cores with another process running, a decode of 7 ms took 1 s (2026-11-29).
+            torch.set_num_threads(1)
+        return workload
 
     @cached_property
     def weight_bytes(self) -> int:
