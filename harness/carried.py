@@ -31,7 +31,17 @@ class Box:
     results it holds copies of, `kind` the operator that made all of it, if that matters.
     """
 
-    __slots__ = ("root", "external", "version", "dirty", "low", "origins", "kind", "unspecified")
+    __slots__ = (
+        "root",
+        "external",
+        "version",
+        "dirty",
+        "low",
+        "origins",
+        "kind",
+        "product",
+        "unspecified",
+    )
 
     def __init__(self, root: Tensor, *, external: bool = False) -> None:
         self.root = root
@@ -41,6 +51,7 @@ class Box:
         self.low: torch.dtype | None = None
         self.origins: frozenset[int] = frozenset()
         self.kind: str | None = None
+        self.product: tuple[Tensor | float, Tensor | float] | None = None  # its exact factors
         self.unspecified: Tensor | None = None  # elements of the storage, once written in conflict
 
     def prepare_write(self, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from harness import added, carried, operators, substitutes, writes
+from harness import added, carried, fusing, operators, substitutes, writes
 from harness.carried import ATTENTION, Carried
 from harness.operators import LOW, is_real
 from harness.replay import Choice
@@ -167,12 +167,15 @@ class Engine(State, TorchDispatchMode):
                 self._note_choice(args, kwargs, func)
             return self.wrap_plain(self.route(lambda: result))
         dtypes = DTYPES.of(func, args, kwargs)
+        sums = fusing.sums(called, args, kwargs, self.plan)
         finished = [
-            self.finish(called, r, d or r.dtype, floats)
+            self.finish(called, r, d or r.dtype, floats, sums)
             if isinstance(r, Tensor) and is_real(r.dtype)
             else r
             for r, d in itertools.zip_longest(items, dtypes[: len(items)])
         ]
+        if called == "mul" and (self.plan.name or self.plan.fuse):
+            fusing.remember(finished[0], args, self.plan)
         return type(result)(finished) if many else finished[0]
 
     def _note_choice(self, args: Any, kwargs: dict[str, Any], func: Any) -> None:

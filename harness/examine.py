@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import faults
+from harness.added import ADDED
 from harness.cases import Case
 from harness.compare import Tally
 from harness.faults import Faults
@@ -57,10 +58,17 @@ class Examination:
     points: dict[str, Evidence] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     cases: int = 0
+    names: set[str] = field(default_factory=set)  # of all rounding points and intermediates
     flipped: int = 0
     noise_runs: int = 0
     golden: bool = True  # compare typical cases with FP64
     prefix: str = ""  # of the outputs' names: one tally for each kind of layer
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names in the contract that no judged case has."""
+        names = {*self.contract.elides, *self.contract.adds} - ADDED.keys()
+        return sorted(names - self.names) if self.cases else []
 
     def plan(self, **changes: Any) -> Plan:
         elide, add = frozenset(self.contract.elides), frozenset(self.contract.adds)
@@ -85,6 +93,7 @@ class Examination:
         with watching_integers(reference) as integers:
             first = replay(reference, case.args, NAMED, None, case.kwargs)
         first.integers = integers
+        self.names.update(p.name for p in (*first.points, *first.wides))
         contract = first
         if not as_is:
             contract = replay(reference, case.args, self.plan(), first, case.kwargs)
@@ -218,12 +227,15 @@ class Examination:
         mine = self._results(prepared, seen)
         declared = [(p, "elided" if p.name in self.contract.elides else "kept")
                     for p in prepared.first.points if p.interior]  # fmt: skip
+        declared += [(p, "kept") for p in prepared.first.fusable]
         declared += [(_added_point(name), "added") for name in self.contract.adds]
         for point, word in declared:
             evidence = self.points.setdefault(point.name, Evidence(point, word))
             plan = self.plan()
             if word == "added":
                 plan = self.plan(add=plan.add - {point.name})
+            elif point.fused:
+                plan = self.plan(fuse=frozenset((point.name,)))
             else:
                 plan = self.plan(elide=plan.elide ^ {point.name})
             case = prepared.case

@@ -39,13 +39,15 @@ class Plan:
 
     `carry` is the dtype of the carried values; None runs every operator as it is. `elide` names
     rounding points that are left out, `add` names roundings that the reference lacks (see
-    `harness.added`). `name` collects the points, `record` also their values.
+    `harness.added`), `fuse` names sums that a fused multiply-add computes. `name` collects the
+    points, `record` also their values.
     """
 
     carry: torch.dtype | None = torch.float32
     rounds: bool = True
     elide: frozenset[str] = frozenset()
     add: frozenset[str] = frozenset()
+    fuse: frozenset[str] = frozenset()
     noise: Noise | None = None
     name: bool = False
     record: bool = False
@@ -82,6 +84,7 @@ class Point:
     index: int  # order of execution
     interior: bool = True
     added: bool = False
+    fused: bool = False  # the sum of a product, which an FMA would round once
 
 
 @dataclass
@@ -105,6 +108,7 @@ class Run:
     written: dict[str, Tensor]
     points: list[Point] = field(default_factory=list)
     wides: list[Point] = field(default_factory=list)
+    fusable: list[Point] = field(default_factory=list)
     routes: list[Any] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     unspecified: dict[str, Tensor] = field(default_factory=dict)  # masks of `written`, first run
@@ -148,6 +152,7 @@ def replay(
             unspecified=engine.unspecified(arguments),
             points=engine.finished_points(),
             wides=engine.wides,
+            fusable=engine.fusable,
             routes=engine.routes,
             choices=engine.choices,
             values=engine.recorded,

@@ -38,7 +38,10 @@ def self_test(reference: nn.Module, workload: Workload, seed: int) -> None:
     varied: set[str] = set()
     for number, case in enumerate(cases):
         node = reference.get_submodule(case.node)
-        first = replay(node, case.args, NATIVE, None, case.kwargs)
+        try:
+            first = replay(node, case.args, NATIVE, None, case.kwargs)
+        except NotImplementedError as error:
+            raise SelfTestError(f"the judge cannot replay {case.node}: {error}") from error
         _same_as_eager(node, case, fixed)
         rounded = replay(node, case.args, ROUNDED, first, case.kwargs).results
         runs = [

@@ -1,7 +1,7 @@
 """What a replay in progress knows: carried tensors, routes, points. `harness.engine` acts on it."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ class State:
         self.next_route = 0
         self.points: list[Point] = []
         self.wides: list[Point] = []
+        self.fusable: list[Point] = []
         self.choices: list[Choice] = []
         self.recorded: list[Tensor] = []
         self.consumed: set[int] = set()
@@ -147,12 +148,20 @@ class State:
         box.kind = kinds.pop() if len(kinds) == 1 else None
         return box
 
-    def finish(self, called: str, value: Tensor, dtype: torch.dtype, sources: list[Carried]) -> Any:
-        """Round the result of arithmetic, or not, and wrap it; `dtype` is what it advertises."""
+    def finish(
+        self,
+        called: str,
+        value: Tensor,
+        dtype: torch.dtype,
+        sources: list[Carried],
+        fused: Sequence[Callable[[], Tensor]] = (),
+    ) -> Any:
+        """Round the result of arithmetic, or not, and wrap it; `dtype` is what it advertises,
+        `fused` what fused multiply-adds would give."""
         self.consumed.update(*(s.box.origins for s in sources))
         box_kind = called if called in added.KINDS else None
         if dtype not in LOW:
-            box = Box(self._intermediate(called, value, dtype))
+            box = Box(self._intermediate(called, value, dtype, fused))
             box.kind = box_kind
             return self.wrap(box.root, dtype, box)
         index, self.count = self.count, self.count + 1
@@ -168,11 +177,24 @@ class State:
         box.low, box.origins, box.kind = dtype, frozenset((index,)), box_kind
         return self.wrap(box.root, dtype, box)
 
-    def _intermediate(self, called: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """A result that stays in FP32 in the reference; a plan may round it to BF16."""
-        if not (self.plan.name or self.plan.add) or dtype != torch.float32:
+    def _intermediate(
+        self,
+        called: str,
+        value: Tensor,
+        dtype: torch.dtype,
+        fused: Sequence[Callable[[], Tensor]],
+    ) -> Tensor:
+        """A result that stays in FP32 in the reference; a plan may round it to BF16, or fuse it."""
+        plan = self.plan
+        if not (plan.name or plan.add or plan.fuse) or dtype != torch.float32:
             return value
         point = self._point(called, value, dtype, -1)
+        for i, compute in enumerate(fused):
+            name = f"{point.name} as multiply-add {i + 1}"
+            if self.plan.name:
+                self.fusable.append(replace(point, name=name, fused=True))
+            if name in plan.fuse:
+                value = compute()
         if self.plan.name:
             self.wides.append(point)
         return value.bfloat16().to(value.dtype) if point.name in self.plan.add else value

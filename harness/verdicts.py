@@ -20,6 +20,9 @@ def verdict(
     """The record, from all that was pooled."""
     if not exam.cases:
         exam.faults.add("call", "nothing was judged: the reference calls none of these modules")
+    if exam.unknown:
+        names = ", ".join(f"`{name}`" for name in exam.unknown)
+        exam.faults.add("policy", f"its contract names {names}, which the region does not round at")
     outputs = tuple(output_report(exam, t) for t in exam.tallies.values())
     rate = noise_rate(exam)
     points = tuple(point_report(e, rate) for e in exam.points.values())

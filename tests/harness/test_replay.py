@@ -208,3 +208,23 @@ def test_trees_rebuild_caches() -> None:
     assert copy.cache is not inputs.cache and copy.cache.capacity == inputs.cache.capacity
     assert same_bits(copy.cache.layers[0].k, inputs.cache.layers[0].k)
     assert copy.cache.layers[0].k.data_ptr() != inputs.cache.layers[0].k.data_ptr()
+
+
+def test_fused_multiply_adds_round_once() -> None:
+    def turn(a: Tensor, b: Tensor, c: Tensor):
+        return a * c - b * 0.3, a + b * c
+
+    a, b, c = torch.randn(3, 50_000)
+    first = replay(turn, (a, b, c), Plan(carry=None, name=True))
+    assert len(first.fusable) == 3  # either product of the difference, and that of the sum
+    third = torch.tensor(0.3).double()
+    expected = [
+        (a.double() * c.double() - (b * 0.3).double()).float(),
+        ((a * c).double() - b.double() * third).float(),
+        (a.double() + b.double() * c.double()).float(),
+    ]
+    for place, point, by_hand in zip((0, 0, 1), first.fusable, expected, strict=True):
+        fused = replay(turn, (a, b, c), Plan(fuse=frozenset((point.name,))), first)
+        name = f"out[{place}]"
+        assert same_bits(fused.outputs[name], by_hand)
+        assert not same_bits(fused.outputs[name], first.outputs[name])
