@@ -102,7 +102,7 @@ def examine_node(
             ready = exam.prepare(ours, case)
             exam.measure_noise(ours, ready, runs if case.typical else EDGE_RUNS, deviations)
         except torch.OutOfMemoryError:
-            exam.notes.append(f"{case.node}, {case.name}: too large to replay")
+            exam.notes.append(f"{name_of(case)}: too large to replay")
             continue
         except REFUSALS:
             if case.typical:
@@ -111,14 +111,22 @@ def examine_node(
         prepared.append(ready)
     samples, weighed = [], 0
     for ready in prepared:
-        seen = exam.judge(ours, mine, ready, deviations)
-        if seen is None:
-            break  # it broke: more cases would say the same
-        if weighed < MOST_FLIPS:
-            weighed += exam.weigh_points(ours, ready, seen)
+        try:
+            seen = exam.judge(ours, mine, ready, deviations)
+            if seen is None:
+                break  # it broke: more cases would say the same
+            if weighed < MOST_FLIPS:
+                weighed += exam.weigh_points(ours, ready, seen)
+        except torch.OutOfMemoryError:
+            exam.notes.append(f"{name_of(ready.case)}: too large to judge")
+            continue
         if ready.case.typical:
             samples.append(Sample(ours, ready, seen))
     return samples
+
+
+def name_of(case: Case) -> str:
+    return f"{case.node}, {case.name}"
 
 
 def case_limit(workload: Workload) -> int:

@@ -70,7 +70,7 @@ def _note_conflicts(func: Any, target: Carried, call: tuple[Any, Any]) -> None:
     one = counts.new_ones(())
     called = operators.name(func)
     if called in ("index_put", "_index_put_impl"):
-        counts.index_put_(tuple(given["indices"]), one, accumulate=True)
+        torch.ops.aten.index_put_.default(counts, given["indices"], one, True)
     elif called == "index_copy":
         counts.index_add_(given["dim"], given["index"], one.expand(given["source"].shape))
     elif called == "scatter" and "src" in given:

@@ -198,8 +198,15 @@ def test_conflicting_writes_are_marked_unspecified() -> None:
 
     cache, x = torch.zeros(2, 4, 3).bfloat16(), bf16(2, 2, 3)
     slots = torch.tensor([[0, 1], [3, 3]])
+    expected = [[False] * 4, [False, False, False, True]]
     run = replay(write, (cache, x, slots), NATIVE)
-    assert run.unspecified["cache"].all(-1).tolist() == [[False] * 4, [False, False, False, True]]
+    assert run.unspecified["cache"].all(-1).tolist() == expected
+
+    def write_columns(cache: Tensor, x: Tensor, slots: Tensor) -> None:
+        cache[:, slots] = x
+
+    run = replay(write_columns, (cache, x, torch.tensor([2, 2])), NATIVE)
+    assert run.unspecified["cache"].all(-1).tolist() == [[False, False, True, False]] * 2
 
 
 def test_trees_rebuild_caches() -> None:
