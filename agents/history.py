@@ -23,10 +23,6 @@ class History:
         return [a for a in self.attempts if a.status is Status.KEPT]
 
     @property
-    def tried(self) -> frozenset[tuple[str, str]]:
-        return frozenset((a.name, a.backend) for a in self.attempts)
-
-    @property
     def controls(self) -> frozenset[str]:
         """The controls that were refused, as they must be."""
         refused = (a for a in self.attempts if a.status is Status.REJECTED)

@@ -11,7 +11,7 @@ from agents.history import MAX_STARTS
 from agents.measure import Steps
 from agents.policy import Decision, decide
 from agents.proposers.auto import PROPOSERS
-from agents.proposers.base import Context, Suggestion, suggest
+from agents.proposers.base import Context, Suggestion, Tried, suggest
 from agents.session import LAYERS_PER_KIND, Session
 from agents.tuner import tune
 from harness import judge
@@ -115,7 +115,9 @@ class Loop:
             model=self.session.current,
             device_type=self.workload.device.type,
             opportunities=self.session.opportunities,
-            tried=self.history.tried,
+            tried=frozenset(
+                Tried(a.region, a.name, a.backend) for a in self.history.attempts if not a.control
+            ),
         )
 
     def attempt(self, suggestion: Suggestion, control: str | None = None) -> Attempt:

@@ -2,13 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
 from harness.records import Proposal
 from optimized.change import Change, nodes
 from traces.opportunities import Opportunity
+
+
+class Tried(NamedTuple):
+    """A change that was decided in this run."""
+
+    region: str
+    change: str
+    backend: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +26,14 @@ class Context:
     model: nn.Module
     device_type: str
     opportunities: Sequence[Opportunity]
-    tried: frozenset[tuple[str, str]]  # (change, backend) pairs that were decided
+    tried: frozenset[Tried]
+
+    def was_tried(self, region: str, backend: str, change: str | None = None) -> bool:
+        """Whether the region was tried with this backend, by this change or by any."""
+        return any(
+            (t.region, t.backend) == (region, backend) and change in (None, t.change)
+            for t in self.tried
+        )
 
     def is_free(self, region: str) -> bool:
         """Whether no node of the region, nor anything in it or around it, was replaced."""

@@ -22,7 +22,7 @@ class Catalog:
             for implementation in change.implementations:
                 if context.device_type not in implementation.devices:
                     continue
-                if (change.name, implementation.backend) in context.tried:
+                if context.was_tried(change.region, implementation.backend, change.name):
                     continue
                 suggestions.append(
                     suggest(opportunity, change, implementation.backend, change.summary)

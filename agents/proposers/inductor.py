@@ -18,11 +18,12 @@ class Inductor:
         """
         suggestions = []
         for opportunity in context.opportunities:
-            change = inductor_change(opportunity.region)
-            if (change.name, BACKEND) in context.tried or not context.is_free(opportunity.region):
+            region = opportunity.region
+            if opportunity.launches_saved <= 0 or context.was_tried(region, BACKEND):
                 continue
-            if opportunity.launches_saved <= 0:
+            if not context.is_free(region):
                 continue
+            change = inductor_change(region)
             hypothesis = (
                 f"compile {opportunity.region}: {opportunity.launches} launches a step, "
                 f"{opportunity.launches_saved} of them to save"

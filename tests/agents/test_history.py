@@ -37,7 +37,6 @@ def test_history_is_what_the_ledger_holds(tmp_path):
     ledger.append("started", {"index": 3, "name": "b", "backend": "torch"})
     ledger.append("started", {"index": 3, "name": "b", "backend": "torch"})
     assert history.effect_us() == {"decode": 3.0, "prefill": 5.0}
-    assert history.tried == {("a", "torch"), ("control:identity", "torch")}
     assert history.controls == {"identity"}
     assert history.changes_judged == 1
     assert (history.starts("a", "torch"), history.starts("b", "torch")) == (1, 2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agents.proposers.auto import Auto
-from agents.proposers.base import Context
+from agents.proposers.base import Context, Tried
 from agents.proposers.catalog import Catalog
 from agents.proposers.inductor import Inductor
 from optimized.catalog import changes
@@ -78,7 +78,7 @@ def test_the_next_implementation_gets_its_turn_after_the_first_was_tried():
         if not mine:
             break
         order.append(mine[0].proposal.backend)
-        tried |= {(several.name, order[-1])}
+        tried |= {Tried(several.region, several.name, order[-1])}
     assert order == [i.backend for i in several.implementations if "cuda" in i.devices]
 
 
@@ -122,7 +122,11 @@ def test_auto_turns_to_compiled_regions_when_the_catalogue_is_exhausted():
     first = Auto().propose(context(found))
     assert {s.change.name for s in first} <= set(changes())
     everything = frozenset(
-        (c.name, i.backend) for c in changes().values() for i in c.implementations
+        Tried(c.region, c.name, i.backend) for c in changes().values() for i in c.implementations
     )
+    every = {region_of(m) for name, m in MODEL.named_modules() if name}
+    found += [opportunity(region, 1.0) for region in every.difference(CATALOGUED)]
     then = Auto().propose(context(found, everything))
+    compiled = {t.region for t in everything if t.backend == "inductor"}
+    assert not compiled & {s.proposal.region for s in then}
     assert then and all(s.change.name.startswith("inductor:") for s in then)
