@@ -142,7 +142,6 @@ class Examination:
     ) -> Observed | None:
         """Run the candidate on the case and compare all it did; None if that ended early."""
         case = prepared.case
-        self.cases += 1
         try:
             seen = observe(candidate, reference, case, self.fixed)
             problem = faults.arguments_and_shapes(prepared.first, seen, prepared.initial)
@@ -176,6 +175,7 @@ class Examination:
                     self.tally(name).add_golden(mine, ours, golden[name])
             elif keep is None and not same_bits(mine, ours):
                 self.faults.add("route", f"{where}: integers differ from the reference's")
+        self.cases += 1
         return seen
 
     def _where(self, case: Case) -> str:
