@@ -123,8 +123,8 @@ class Perturbation:
             a, b = a.to(wide), b.to(wide)
         order = self._order(a.shape[-1], a.device)
         a = a.index_select(-1, order)
-        # A library has other kernels for other layouts of b, and tensor cores' partial sums are less
-        # exact than FP32: on an H200 one layout changed 0.28% of a projection's BF16 results, the
+        # A library has other kernels for other layouts of b, and tensor cores add up less exactly
+        # than FP32: on an H200 one layout changed 0.28% of a projection's BF16 results, the
         # other about half as many (2026-11-29).
         if self._draw(2):
             b = b.index_select(-2, order)
