@@ -18,7 +18,7 @@ DECODE, PREFILL = "decode", "prefill"
 KINDS = DECODE, PREFILL
 DEFAULTS = {DECODE: "decode-bs1", PREFILL: "prefill-8x2048"}
 # What share of the budget one measurement of each kind may take, and at most how many seconds.
-SHARES = {DECODE: (0.008, 1.5), PREFILL: (0.012, 3.0)}
+SHARES = {DECODE: (0.02, 2.0), PREFILL: (0.012, 3.0)}
 MIN_PAIRS = {DECODE: 5, PREFILL: 3}  # rounds of base, candidate, candidate, base
 
 
@@ -80,7 +80,7 @@ class Measure:
         return {
             kind: smallest_effect(
                 steps[kind],
-                budget_s=self.seconds(kind, factor=2.0),
+                budget_s=self.seconds(kind, factor=3.0),
                 min_pairs=MIN_PAIRS[kind],
             )
             for kind in KINDS

@@ -191,6 +191,8 @@ class Engine(State, TorchDispatchMode):
             given = substitutes.keywords(func, args, kwargs)
             a, b = given["self"], given["mat2"]
             dtype = self.plan.wide(a.dtype)
+            if self.noise and self.noise.noise.reorder and a.narrow and b.narrow and not swap:
+                return func(*self.noise.grouped(a.value, b.value, given["offs"]), given["offs"])
             product = self.noise.product if self.noise else _wide_product(dtype)
             return substitutes.grouped_mm(a.value, b.value, given["offs"], product, dtype)
         if isinstance(kwargs.get("dtype"), torch.dtype) and is_real(kwargs["dtype"]):

@@ -139,6 +139,15 @@ class Perturbation:
             total = total + x @ y
         return total
 
+    def grouped(self, a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Operands of a grouped product for the library's own kernel, the inner dimension in
+        another order within each group. Groups along the inner dimension stay as they are."""
+        if offs is not None and a.ndim == 2 and b.ndim == 2:
+            return a, b
+        order = self._order(a.shape[-1], a.device)
+        b = b.transpose(-1, -2).index_select(-1, order).transpose(-1, -2)
+        return a.index_select(-1, order), b
+
     def reordered(self, q: Carried, k: Carried) -> tuple[Tensor, Tensor]:
         """Attention's q and k with the head dimension in another order."""
         order = self._order(q.shape[-1], q.device)
