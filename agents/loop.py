@@ -166,7 +166,7 @@ class Loop:
                 backend,
                 measure.run_decode(session.current),
                 study_path=session.directory / "optuna.journal",
-                seconds=session.budget.share_s(0.03, at_most_s=8.0),
+                seconds=session.budget.share_s(0.03, at_most_s=5.0),
             )
         enabled = Enabled(name=change.name, backend=backend, knobs=outcome.knobs)
         outcome.model = share(session.current)

@@ -16,7 +16,7 @@ from harness.records import SCHEMA
 if TYPE_CHECKING:
     from harness.workload import Workload
 
-DEFAULT_MINUTES = {"cpu": 4.5, "cuda": 60.0}
+DEFAULT_MINUTES = {"cpu": 4.0, "cuda": 60.0}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,6 +36,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--budget-minutes", type=float, help="stop when so much time is used up")
     p.add_argument("--run-dir", type=Path, help="where to write; default runs/<date>-<target>")
     p.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run that stopped")
+    p.add_argument(
+        "--other-card",
+        action="store_true",
+        help="with --resume: go on although the GPU is another one of the same kind",
+    )
     p.add_argument("--seed", type=int, default=0, help="seed of weights, inputs and cases")
     p.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
     p.add_argument("--json", action="store_true", help="print summary.json on stdout")
@@ -109,7 +114,7 @@ def work(a: argparse.Namespace, ledger: Ledger | None) -> int:
     progress.done(f"run directory: {ledger.directory}" + ("" if new else " (continued)"))
     progress.done(summary)
     try:
-        session = Session(workload, ledger, a.target, budget, progress)
+        session = Session(workload, ledger, a.target, budget, progress, other_card=a.other_card)
         reason = Loop(session, a.proposer, a.max_changes).run()
     except KeyboardInterrupt:
         ledger.append("stopped", {"reason": "interrupted"})

@@ -43,10 +43,19 @@ class Session:
     """One run, new or continued, on `workload`; everything it learns goes to `ledger`."""
 
     def __init__(
-        self, workload: Workload, ledger: Ledger, target: str, budget: Budget, progress: Progress
+        self,
+        workload: Workload,
+        ledger: Ledger,
+        target: str,
+        budget: Budget,
+        progress: Progress,
+        *,
+        other_card: bool = False,
     ) -> None:
+        """`other_card` lets a run go on with another GPU of the same kind."""
         self.workload, self.ledger = workload, ledger
         self.budget, self.progress = budget, progress
+        self.other_card, self.resumed = other_card, False
         self.history = History(ledger)
         self.measure = Measure(workload, target, budget)
 
@@ -59,7 +68,7 @@ class Session:
         self.identify()
         self.check_reference()
         self.time_baselines()
-        if self.ledger.last("effect") is None:
+        if self.resumed or self.ledger.last("effect") is None:
             self.calibrate()
         if self.ledger.last("opportunities") is None:
             self.profile("before")
@@ -72,12 +81,16 @@ class Session:
             return
         there = Environment.from_json(first)
         for name in SAME_MACHINE:
+            if name == "gpu_uuid" and self.other_card:
+                continue
             if getattr(there, name) != getattr(here, name):
                 raise UserError(
                     f"{self.directory} was measured with {name} {getattr(there, name)}, here it is "
                     f"{getattr(here, name)}: the figures would not compare; start a new run"
+                    + (", or accept it with --other-card" if name == "gpu_uuid" else "")
                 )
         self.ledger.append("resumed", here)
+        self.resumed = True
 
     @cached_property
     def reference(self) -> nn.Module:
@@ -107,7 +120,7 @@ class Session:
         for name in baselines.NAMES:
             if name not in known:
                 self.time_baseline(name)
-        if self.ledger.last("resumed") is not None:
+        if self.resumed:
             self.progress.stage("the reference again, as this session's anchor")
             steps = self.measure.steps(self.reference)
             timings = self.measure.timings(steps)
