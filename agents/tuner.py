@@ -1,7 +1,8 @@
 """Launch knobs, tuned with Optuna on the calls that the model really makes."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,7 @@ def tune(
     implementation = change.implementation(backend)
     if implementation.knobs is None or implementation.shape is None:
         return {}
-    name = nodes(model, change.region)[0]
-    node = model.get_submodule(name)
-    args = first_call(node, run_step)
+    node, args = first_call(model, nodes(model, change.region), run_step)
     shape = implementation.shape(node, *args)
     candidates = implementation.knobs.candidates(shape)
     default = implementation.knobs.heuristic(shape)
@@ -41,15 +40,25 @@ def tune(
     return {} if best is None else {shape_key(shape): best}
 
 
-def first_call(node: nn.Module, run_step: Callable[[], object]) -> tuple[Any, ...]:
-    """The positional arguments of `node`'s first call in `run_step`."""
-    calls: list[tuple[Any, ...]] = []
-    handle = node.register_forward_pre_hook(lambda _node, args: calls.append(args) or None)
-    try:
+def first_call(
+    model: nn.Module, names: Sequence[str], run_step: Callable[[], object]
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The first of the modules `names` that `run_step` calls, and its positional arguments.
+
+    Some are never called: a packed projection reads its siblings' weights past them.
+    """
+    calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
+
+    def note(node: nn.Module, args: tuple[Any, ...]) -> None:
+        if not calls:
+            calls.append((node, args))
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            handle = model.get_submodule(name).register_forward_pre_hook(note)
+            stack.callback(handle.remove)
         with torch.no_grad():
             run_step()
-    finally:
-        handle.remove()
     if not calls:
         raise ValueError("the region is not called in this step")
     return calls[0]

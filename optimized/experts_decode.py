@@ -238,7 +238,8 @@ CHANGE = Change(
     name="experts_decode",
     region="experts",
     summary="the chosen experts' weights read in place, SwiGLU in the first kernel's epilogue",
-    contract=Contract(numerics="reduction", batch_invariant=True),
+    # Knobs are tuned by the number of pairs, and with them the order of the sums.
+    contract=Contract(numerics="reduction", batch_invariant=False),
     implementations=(
         Implementation(
             backend="triton",

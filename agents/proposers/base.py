@@ -27,6 +27,7 @@ class Context:
     device_type: str
     opportunities: Sequence[Opportunity]
     tried: frozenset[Tried]
+    effect_us: float  # the smallest gain that can be told from none
 
     def was_tried(self, region: str, backend: str, change: str | None = None) -> bool:
         """Whether the region was tried with this backend, by this change or by any."""

@@ -14,14 +14,15 @@ class Inductor:
         """The regions that still launch more kernels than they need, innermost first.
 
         A region around others is proposed once nothing smaller in it is left to try: small regions
-        compile in seconds and are judged sharply, large ones neither.
+        compile in seconds and are judged sharply, large ones neither. A region that could not gain
+        a measurable amount is left out.
         """
         suggestions = []
         for opportunity in context.opportunities:
             region = opportunity.region
             if opportunity.launches_saved <= 0 or context.was_tried(region, BACKEND):
                 continue
-            if not context.is_free(region):
+            if opportunity.bound_us <= context.effect_us or not context.is_free(region):
                 continue
             change = inductor_change(region)
             hypothesis = (

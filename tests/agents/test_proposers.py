@@ -36,7 +36,9 @@ def opportunity(region: str, predicted_us: float, launches_saved: int = 10) -> O
 
 
 def context(found: Iterable[Opportunity], tried=frozenset(), model=MODEL, device="cpu") -> Context:
-    return Context(model=model, device_type=device, opportunities=list(found), tried=tried)
+    return Context(
+        model=model, device_type=device, opportunities=list(found), tried=tried, effect_us=0.5
+    )
 
 
 CATALOGUED = sorted({c.region for c in changes().values() if nodes(MODEL, c.region)})
@@ -94,6 +96,12 @@ def test_inductor_proposes_leaves_before_what_contains_them():
     found = [opportunity(outer, 1000.0), opportunity(inner, 1.0)]
     names = [s.change.name for s in Inductor().propose(context(found))]
     assert names == [f"inductor:{inner}", f"inductor:{outer}"]
+
+
+def test_inductor_leaves_out_what_could_not_be_measured():
+    region = CATALOGUED[0]
+    assert Inductor().propose(context([opportunity(region, 0.25)])) == []
+    assert len(Inductor().propose(context([opportunity(region, 0.26)]))) == 1
 
 
 def test_inductor_leaves_out_single_kernels():
