@@ -160,7 +160,10 @@ class Run:
 
     @property
     def controls(self) -> list[Attempt]:
-        return [a for a in self.attempts if a.control is not None]
+        """The last try of each control: one that was accepted widens the smallest effect and is
+        offered again."""
+        latest = {a.control: a for a in self.attempts if a.control is not None}
+        return list(latest.values())
 
     def hypothesis(self, attempt: Attempt) -> str | None:
         """What the proposer expected of the attempt, from the latest ranking that names it."""
