@@ -14,7 +14,6 @@ MODEL = beam.build(beam.configs["mini"], "cpu", 0)
 
 
 def step():
-    import torch
 
     cache = beam.cache(beam.configs["mini"], 1, 8, "cpu")
     with torch.no_grad():
