@@ -49,6 +49,13 @@ class History:
         effect = self.ledger.last("effect") or {}
         return {name: effect[f"{name}_us"] for name in ("decode", "prefill")}
 
+    def since_last_attempt(self) -> set[str]:
+        """The kinds of events after the last attempt: which closing stages are done."""
+        kinds: set[str] = set()
+        for event in self.ledger.events():
+            kinds = set() if event.kind == "attempt" else kinds | {event.kind}
+        return kinds
+
     def is_finished(self) -> bool:
         stopped = self.ledger.last("stopped")
         return stopped is not None and stopped["reason"] == "done"

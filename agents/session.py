@@ -55,7 +55,7 @@ class Session:
         """`other_card` lets a run go on with another GPU of the same kind."""
         self.workload, self.ledger = workload, ledger
         self.budget, self.progress = budget, progress
-        self.other_card, self.resumed = other_card, False
+        self.other_card, self.resumed, self.moved = other_card, False, False
         self.history = History(ledger)
         self.measure = Measure(workload, target, budget)
 
@@ -68,7 +68,7 @@ class Session:
         self.identify()
         self.check_reference()
         self.time_baselines()
-        if self.resumed or self.ledger.last("effect") is None:
+        if self.moved or self.ledger.last("effect") is None:
             self.calibrate()
         if self.ledger.last("opportunities") is None:
             self.profile("before")
@@ -90,7 +90,7 @@ class Session:
                     + (", or accept it with --other-card" if name == "gpu_uuid" else "")
                 )
         self.ledger.append("resumed", here)
-        self.resumed = True
+        self.resumed, self.moved = True, there.gpu_uuid != here.gpu_uuid
 
     @cached_property
     def reference(self) -> nn.Module:
@@ -229,27 +229,33 @@ class Session:
         plan.save(self.directory / "plan.toml")
 
     def finish(self) -> None:
-        """The closing trace, verdict and times of the model as it stands."""
-        self.profile("after")
-        if self.history.kept:
-            self.progress.stage("judging the model as it stands, layer by layer")
-            plenty = self.workload.toy or self.budget.left_s > ALL_LAYERS_S
-            verdict = judge.judge_model(
-                self.reference,
-                self.current,
-                self.workload,
-                self.workload.seed,
-                per_kind=None if plenty else LAYERS_PER_KIND,
-            )
-            self.ledger.append("model_verdict", verdict)
-            said = "passed" if verdict.passed else f"failed: {verdict.reason}"
-            self.progress.done(
-                f"the model as it stands: {said}", "green" if verdict.passed else "red"
-            )
-        self.progress.stage("closing measurements")
-        timings: dict[str, Any] = self.measure.timings(self.base)
-        final: dict[str, Any] = {k: t.to_json() for k, t in timings.items()}
-        self.ledger.append("final", {**final, "other_targets": self.time_other_targets()})
+        """The closing trace, verdict and times of the model as it stands, as far as not done."""
+        done = self.history.since_last_attempt()
+        if "layers" not in done:
+            self.profile("after")
+        if self.history.kept and "model_verdict" not in done:
+            self.judge_result()
+        if "final" not in done:
+            self.progress.stage("closing measurements")
+            timings: dict[str, Any] = self.measure.timings(self.base)
+            final: dict[str, Any] = {k: t.to_json() for k, t in timings.items()}
+            self.ledger.append("final", {**final, "other_targets": self.time_other_targets()})
+
+    def judge_result(self) -> None:
+        """Judge the model with everything that was kept against the reference, layer by layer."""
+        self.progress.stage("judging the model as it stands, layer by layer")
+        plenty = self.workload.toy or self.budget.left_s > ALL_LAYERS_S
+        verdict = judge.judge_model(
+            self.reference,
+            self.current,
+            self.workload,
+            self.workload.seed,
+            per_kind=None if plenty else LAYERS_PER_KIND,
+        )
+        self.ledger.append("model_verdict", verdict)
+        said = "passed" if verdict.passed else f"failed: {verdict.reason}"
+        style = "green" if verdict.passed else "red"
+        self.progress.done(f"the model as it stands: {said}", style)
 
     def time_other_targets(self) -> dict[str, Any]:
         """The targets that no change was measured on, for the reference and for the result; a text

@@ -222,7 +222,7 @@ def _started(run: Run, data: dict[str, Any]) -> None:
 
 def _attempt(run: Run, data: dict[str, Any]) -> None:
     run.attempts.append(Attempt.from_json(data))
-    run.in_progress = None
+    run.in_progress = run.final = run.closing_verdict = None
 
 
 def _measured(run: Run, data: dict[str, Any]) -> None:
@@ -260,7 +260,7 @@ def _resumed(run: Run, data: dict[str, Any]) -> None:
     """What ended the earlier session is no longer how the run stands."""
     _environment(run, data)
     run.sessions += 1
-    run.stopped = run.final = run.in_progress = None
+    run.stopped = run.in_progress = None
 
 
 _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {

@@ -41,5 +41,7 @@ def test_history_is_what_the_ledger_holds(tmp_path):
     assert history.changes_judged == 1
     assert (history.starts("a", "torch"), history.starts("b", "torch")) == (1, 2)
     assert history.starts("b", "triton") == 0
+    assert history.since_last_attempt() == {"started"}
     ledger.append("stopped", {"reason": "done"})
+    assert history.since_last_attempt() == {"started", "stopped"}
     assert history.is_finished()

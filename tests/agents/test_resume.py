@@ -36,7 +36,7 @@ sys.exit(run.main(sys.argv[1:]))
 """
 
 WORDS = ("--target", "decode-bs1", "--model", TOY, "--device", "cpu", "--max-changes", "1")
-BUDGET = ("--budget-minutes", "2")
+BUDGET = ("--budget-minutes", "1")
 
 
 def environment() -> dict[str, str]:
@@ -48,6 +48,7 @@ def kinds(directory: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # eight lives, each of which imports PyTorch anew
 def test_killed_after_every_few_events_it_ends_as_if_nothing_had_happened(tmp_path):
     directory = tmp_path / "run"
     command = [sys.executable, "-c", KILLER, *WORDS, *BUDGET, "--run-dir", str(directory)]

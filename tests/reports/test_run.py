@@ -64,8 +64,12 @@ def test_continued_run_counts_sessions_and_keeps_the_anchor(cpu_run: Path) -> No
     anchor = {"decode": run.final.decode.to_json(), "prefill": run.final.prefill.to_json()}
     ledger.append("anchor", anchor)
     run = Run.load(cpu_run)
-    assert (run.sessions, run.finished, run.stopped) == (2, False, None)
+    # The closing figures stand until another change is tried.
+    assert (run.sessions, run.finished, run.stopped) == (2, True, None)
     assert run.anchors[0].decode.median_us == 760.0
+    ledger.append("attempt", run.attempts[-1])
+    run = Run.load(cpu_run)
+    assert run.finished is False
     assert run.after is not None and run.after.decode.median_us == 761.0  # measured, not final
 
 
