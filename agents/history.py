@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from harness.ledger import Ledger
 from harness.records import Attempt, Baseline, Status
 
-MAX_STARTS = 3
+MAX_DEATHS = 3
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ class History:
     def baselines(self) -> dict[str, Baseline]:
         return {b.name: b for b in self.ledger.all("baseline", Baseline)}
 
-    def starts(self, name: str, backend: str) -> int:
-        """How often this change was begun; more often than decided means that it broke the run."""
-        return sum(
-            e.kind == "started" and (e.data["name"], e.data["backend"]) == (name, backend)
+    def deaths(self, name: str, backend: str) -> int:
+        """How often this change was begun and not decided: it may have broken the run."""
+        kinds = [
+            e.kind
             for e in self.ledger.events()
-        )
+            if (e.data.get("name"), e.data.get("backend")) == (name, backend)
+        ]
+        return kinds.count("started") - kinds.count("attempt")
 
     def effect_us(self) -> dict[str, float]:
         """The smallest detectable effects in force, by "decode" and "prefill"."""
@@ -55,7 +57,3 @@ class History:
         for event in self.ledger.events():
             kinds = set() if event.kind == "attempt" else kinds | {event.kind}
         return kinds
-
-    def is_finished(self) -> bool:
-        stopped = self.ledger.last("stopped")
-        return stopped is not None and stopped["reason"] == "done"

@@ -1,13 +1,13 @@
 """The loop: profile, propose, check, measure, record. The ledger is its only memory."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from agents import controls
 from agents.budget import BudgetSpent
-from agents.history import MAX_STARTS
+from agents.history import MAX_DEATHS
 from agents.measure import Steps
 from agents.policy import Decision, decide
 from agents.proposers.auto import PROPOSERS
@@ -18,6 +18,7 @@ from harness import judge
 from harness.errors import SelfTestError, UserError
 from harness.records import Attempt, Latency, Status, Verdict
 from optimized.change import KnobValue, apply_change, nodes, share
+from optimized.inductor import region_source
 from optimized.plan import Enabled, make_knobs
 
 CONTROL_TRIES = 3
@@ -89,9 +90,10 @@ class Loop:
                 self.widen(attempt.latency)
         for name in todo:
             if name not in self.history.controls:
+                last = [a for a in self.history.attempts if a.control == name][-1]
                 raise SelfTestError(
-                    f"the control {name!r} was not refused in {CONTROL_TRIES} tries: this machine "
-                    "is too noisy to judge by. Stop other work on it and start a new run"
+                    f"the control {name!r} was not refused in {CONTROL_TRIES} tries, last: "
+                    f"{last.reason}. Stop other work on this machine and start a new run"
                 )
 
     def widen(self, latency: Latency) -> None:
@@ -127,12 +129,12 @@ class Loop:
         name, backend = suggestion.proposal.change, suggestion.proposal.backend
         started = time.monotonic()
         index = len(self.history.attempts) + 1
-        starts = self.history.starts(name, backend)
+        deaths = self.history.deaths(name, backend)
         self.ledger.append("started", {"index": index, "name": name, "backend": backend})
         self.progress.stage(f"change {index}: {name} ({backend})")
         outcome = Outcome()
-        if starts >= MAX_STARTS:
-            outcome.failure = f"the run died {starts} times while this change was tried"
+        if deaths >= MAX_DEATHS:
+            outcome.failure = f"the run died {deaths} times while this change was tried"
         else:
             try:
                 self.try_change(suggestion, outcome)
@@ -147,6 +149,9 @@ class Loop:
                 status=Status.FAILED, reason=f"the keep rule accepted it: {decision.reason}"
             )
         attempt = self.record(suggestion, outcome, decision, index, control, started)
+        if outcome.model is not None:
+            source = self.save_source(attempt, outcome.model)
+            attempt = replace(attempt, generated_source=source)
         self.ledger.append("attempt", attempt)
         style = "green" if attempt.status is Status.KEPT else "dim"
         self.progress.done(f"{attempt.status}: {name} ({backend}): {attempt.reason}", style)
@@ -197,6 +202,17 @@ class Loop:
                 seed,
                 per_kind=None if self.workload.toy else LAYERS_PER_KIND,
             )
+
+    def save_source(self, attempt: Attempt, model: nn.Module) -> str | None:
+        """Leave what a compiler generated for the change in the run's directory, for review."""
+        source = region_source(model, attempt.region)
+        if source is None:
+            return None
+        folder = self.session.directory / "generated"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{attempt.index:02d}-{attempt.name.replace(':', '-')}.py"
+        path.write_text(source)
+        return f"{folder.name}/{path.name}"
 
     def effect_is_old(self) -> bool:
         """Whether a change was kept since the smallest effect was measured."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from optimized.change import Change, Contract, Implementation
+from optimized.change import Change, Contract, Implementation, nodes
 from optimized.compiled import compile_node
 
 PREFIX = "inductor:"
@@ -58,6 +58,15 @@ def inductor_change(region: str, contract: Contract | None = None) -> Change:
         contract=contract or Contract(numerics="reduction"),
         implementations=(inductor_implementation(),),
     )
+
+
+def region_source(model: nn.Module, region: str) -> str | None:
+    """The code Inductor generated so far for the nodes of `region` in `model`; None without any."""
+    for name in nodes(model, region):
+        compiled = getattr(model.get_submodule(name).forward, "region", None)
+        if compiled is not None and compiled.sources:
+            return "\n\n".join(compiled.sources)
+    return None
 
 
 def generated_source(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:

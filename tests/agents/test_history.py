@@ -29,7 +29,7 @@ def test_history_is_what_the_ledger_holds(tmp_path):
     ledger = Ledger.create(tmp_path / "run")
     ledger.append("run", {"schema": 1})
     history = History(ledger)
-    assert history.attempts == [] and not history.is_finished()
+    assert history.attempts == []
     ledger.append("effect", {"decode_us": 3.0, "prefill_us": 5.0})
     ledger.append("started", {"index": 1, "name": "a", "backend": "torch"})
     ledger.append("attempt", attempt(1, "a", Status.REJECTED))
@@ -39,9 +39,8 @@ def test_history_is_what_the_ledger_holds(tmp_path):
     assert history.effect_us() == {"decode": 3.0, "prefill": 5.0}
     assert history.controls == {"identity"}
     assert history.changes_judged == 1
-    assert (history.starts("a", "torch"), history.starts("b", "torch")) == (1, 2)
-    assert history.starts("b", "triton") == 0
+    assert (history.deaths("a", "torch"), history.deaths("b", "torch")) == (0, 2)
+    assert history.deaths("b", "triton") == 0
     assert history.since_last_attempt() == {"started"}
     ledger.append("stopped", {"reason": "done"})
     assert history.since_last_attempt() == {"started", "stopped"}
-    assert history.is_finished()

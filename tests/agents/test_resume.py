@@ -72,6 +72,8 @@ def test_killed_after_every_few_events_it_ends_as_if_nothing_had_happened(tmp_pa
     attempts = Ledger.open(directory).all("attempt", Attempt)
     assert [a.index for a in attempts] == [1, 2, 3]
     assert [a.control for a in attempts] == ["identity", "slowed", None]
+    source = attempts[2].generated_source
+    assert source is not None and "import torch" in (directory / source).read_text()
     assert kinds(directory)[-1] == "stopped"
     assert (directory / "summary.json").is_file() and (directory / "report.html").is_file()
 
