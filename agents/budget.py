@@ -36,5 +36,14 @@ class Budget:
 
     def require(self, seconds: float = 0.0) -> None:
         """Raise BudgetSpent unless `seconds` are left beside the reserve."""
-        if self.left_s < seconds + RESERVE * self.total_s:
+        if not self.has(0.0):
             raise BudgetSpent(f"{self.minutes:g} minutes are used up")
+        if not self.has(seconds):
+            raise BudgetSpent(
+                f"of {self.minutes:g} minutes {self.left_s:.0f} s are left, and what is next takes "
+                f"about {seconds:.0f}"
+            )
+
+    def has(self, seconds: float) -> bool:
+        """Whether `seconds` are left beside the reserve."""
+        return self.left_s >= seconds + RESERVE * self.total_s

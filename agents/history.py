@@ -1,5 +1,6 @@
 """What a run's ledger says was done: the state from which a run goes on, torch-free."""
 
+import statistics
 from dataclasses import dataclass
 
 from harness.ledger import Ledger
@@ -32,6 +33,12 @@ class History:
     def changes_judged(self) -> int:
         """Attempts that were not controls."""
         return sum(a.control is None for a in self.attempts)
+
+    @property
+    def change_s(self) -> float:
+        """About how many seconds a change takes; 0 before the first."""
+        seconds = [a.seconds for a in self.attempts if a.control is None]
+        return statistics.median(seconds) if seconds else 0.0
 
     @property
     def baselines(self) -> dict[str, Baseline]:

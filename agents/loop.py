@@ -76,7 +76,7 @@ class Loop:
         region = next((o for o in session.opportunities if not o.contains), None)
         if region is None:
             raise UserError(f"the trace of {self.workload.name} shows no region that runs a kernel")
-        step_us = session.measure.timings(session.base)["decode"].median_us
+        step_us = session.measure.target_us(session.base)
         for name in todo * CONTROL_TRIES:
             if name in self.history.controls:
                 continue
@@ -125,7 +125,7 @@ class Loop:
 
     def attempt(self, suggestion: Suggestion, control: str | None = None) -> Attempt:
         """Try one change, and record what came of it whatever that is."""
-        self.session.budget.require()
+        self.session.budget.require(0.0 if control else self.history.change_s)
         name, backend = suggestion.proposal.change, suggestion.proposal.backend
         started = time.monotonic()
         index = len(self.history.attempts) + 1
@@ -190,7 +190,8 @@ class Loop:
         effects = self.history.effect_us()
         outcome.latency = measure.latency(session.base, outcome.steps, effects)
         gain = getattr(outcome.latency, measure.kind)
-        if 0 < gain.gain_interval_us[0] and gain.gain_us <= gain.mde_us and self.effect_is_old():
+        undecided = 0 < gain.gain_interval_us[0] and gain.gain_us <= gain.mde_us
+        if undecided and self.effect_is_old() and session.budget.has(2 * measure.effects_s):
             session.calibrate()  # a faster model may show smaller effects
             effects = self.history.effect_us()
             outcome.latency = measure.latency(session.base, outcome.steps, effects)

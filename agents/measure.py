@@ -18,7 +18,8 @@ DECODE, PREFILL = "decode", "prefill"
 KINDS = DECODE, PREFILL
 DEFAULTS = {DECODE: "decode-bs1", PREFILL: "prefill-8x2048"}
 # What share of the budget one measurement of each kind may take, and at most how many seconds.
-SHARES = {DECODE: (0.02, 2.0), PREFILL: (0.012, 3.0)}
+SHARES = {DECODE: (0.02, 2.0), PREFILL: (0.006, 3.0)}
+AA_FACTOR = 3.0  # A/A runs get this many times the seconds of one measurement
 MIN_PAIRS = {DECODE: 5, PREFILL: 3}  # rounds of base, candidate, candidate, base
 
 
@@ -75,12 +76,21 @@ class Measure:
     def timings(self, steps: Steps) -> dict[str, Timing]:
         return {kind: time_step(steps[kind], budget_s=self.seconds(kind)) for kind in KINDS}
 
+    def target_us(self, steps: Steps) -> float:
+        """The target's time in short, to set something against."""
+        return time_step(steps[self.kind], budget_s=self.seconds(self.kind, factor=0.25)).median_us
+
+    @property
+    def effects_s(self) -> float:
+        """The seconds that A/A runs take at least."""
+        return sum(self.seconds(kind, AA_FACTOR) for kind in KINDS)
+
     def effects(self, steps: Steps) -> dict[str, float]:
         """The smallest detectable effect of each kind, from A/A runs of `steps` against itself."""
         return {
             kind: smallest_effect(
                 steps[kind],
-                budget_s=self.seconds(kind, factor=3.0),
+                budget_s=self.seconds(kind, AA_FACTOR),
                 min_pairs=MIN_PAIRS[kind],
             )
             for kind in KINDS

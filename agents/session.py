@@ -172,8 +172,7 @@ class Session:
             self.progress.stage("A/A runs: the smallest effect that can be told from none")
             found = self.measure.effects(self.base)
             effects = {kind: min(us, effects.get(kind, us)) for kind, us in found.items()}
-            step_us = self.measure.timings(self.base)[self.measure.kind].median_us
-            if effects[self.measure.kind] < SLOWED_BY * step_us:
+            if effects[self.measure.kind] < SLOWED_BY * self.measure.target_us(self.base):
                 break
         self.set_effects(effects)
 

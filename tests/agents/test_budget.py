@@ -26,7 +26,9 @@ def test_left_counts_down_and_require_keeps_a_reserve():
 def test_require_refuses_work_that_would_not_fit():
     budget = Budget(1.0, clock=Clock())
     budget.require(50.0)
-    with pytest.raises(BudgetSpent):
+    assert budget.has(50.0)
+    assert not budget.has(58.0)
+    with pytest.raises(BudgetSpent, match="of 1 minutes 60 s are left, and what is next .* 58"):
         budget.require(58.0)
 
 
