@@ -16,7 +16,7 @@ from harness.records import SCHEMA
 if TYPE_CHECKING:
     from harness.workload import Workload
 
-DEFAULT_MINUTES = {"cpu": 4.5, "cuda": 60.0}
+DEFAULT_MINUTES = {"cpu": 4.7, "cuda": 60.0}
 
 
 def parser() -> argparse.ArgumentParser:
