@@ -238,6 +238,11 @@ class Session:
             self.progress.stage("closing measurements")
             timings: dict[str, Any] = self.measure.timings(self.base)
             final: dict[str, Any] = {k: t.to_json() for k, t in timings.items()}
+            if self.history.kept:
+                reference = self.measure.steps(self.reference)
+                pairs = self.measure.latency(reference, self.base, self.history.effect_us())
+                reference.close()
+                final["pairs"] = pairs.to_json()
             self.ledger.append("final", {**final, "other_targets": self.time_other_targets()})
 
     def judge_result(self) -> None:

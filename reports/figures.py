@@ -26,19 +26,26 @@ BASELINE_TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """How many times faster. The interval combines the far ends of both medians' intervals, so it
-    is wider than one from paired runs would be."""
+    """How many times faster, with its 95% interval."""
 
     value: float
     interval: tuple[float, float]
 
 
 def ratio(base: Timing, after: Timing) -> Ratio:
+    """From two medians of other minutes: the interval combines the far ends of both."""
     low, high = after.interval_us
     return Ratio(
         value=base.median_us / after.median_us,
         interval=(base.interval_us[0] / high, base.interval_us[1] / low),
     )
+
+
+def paired_ratio(pair: Paired) -> Ratio:
+    """From interleaved pairs, in which the machine's drift cancels."""
+    ends = [1 + g / c for g in pair.gain_interval_us for c in pair.candidate_interval_us]
+    value = 1 + pair.gain_us / pair.candidate_us
+    return Ratio(value=value, interval=(min(ends), max(ends)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +59,25 @@ class BaselineRow:
 
 
 def baseline_rows(run: Run) -> list[BaselineRow]:
-    after, rows = run.after, []
-    for name, baseline in run.baselines.items():
-        decode, prefill = baseline.decode, baseline.prefill
-        rows.append(
-            BaselineRow(
-                title=BASELINE_TITLES.get(name, name),
-                baseline=baseline,
-                decode=ratio(decode, after.decode) if decode and after else None,
-                prefill=ratio(prefill, after.prefill) if prefill and after else None,
-            )
+    return [
+        BaselineRow(
+            title=BASELINE_TITLES.get(name, name),
+            baseline=baseline,
+            decode=_against(run, baseline, "decode"),
+            prefill=_against(run, baseline, "prefill"),
         )
-    return rows
+        for name, baseline in run.baselines.items()
+    ]
+
+
+def _against(run: Run, baseline: Baseline, kind: str) -> Ratio | None:
+    """The result over one baseline: from the closing pairs where they ran that very baseline."""
+    timing, after = getattr(baseline, kind), run.after
+    if timing is None or after is None:
+        return None
+    if after.pairs is not None and baseline is run.before(kind):
+        return paired_ratio(getattr(after.pairs, kind))
+    return ratio(timing, getattr(after, kind))
 
 
 @dataclass(frozen=True, kw_only=True)

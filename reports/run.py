@@ -13,6 +13,7 @@ from harness.records import (
     Ceilings,
     Environment,
     KernelRow,
+    Latency,
     LayerMap,
     Proposal,
     Status,
@@ -55,6 +56,7 @@ class Measured:
     decode: Timing
     prefill: Timing
     other_targets: dict[str, Timing | str] = field(default_factory=dict)  # or why it has no figure
+    pairs: Latency | None = None  # against the unchanged model, run as its candidates are
 
 
 @dataclass(kw_only=True)
@@ -249,6 +251,7 @@ def _timed(data: dict[str, Any], name: str = "") -> Measured:
         decode=Timing.from_json(data["decode"]),
         prefill=Timing.from_json(data["prefill"]),
         other_targets={n: v if isinstance(v, str) else Timing.from_json(v) for n, v in others},
+        pairs=Latency.from_json(data["pairs"]) if data.get("pairs") else None,
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.ledger import Ledger
-from harness.records import Verdict
+from harness.records import Latency, Paired, Verdict
 from reports.markdown import markdown
 from reports.page import page
 from reports.run import Run
@@ -25,6 +25,31 @@ def test_a_failed_closing_verdict_is_a_banner(render, cpu_run):
     assert "failed its verdict" not in render(add(cpu_run, True))
     shown = render(add(cpu_run, False))
     assert "The model as it ended failed its verdict: out[0] differs in 0.3" in shown
+
+
+def test_closing_pairs_give_the_speed_up_over_the_model_as_it_was(cuda_run):
+    """16 ms at the start and 15.76 at the end; in pairs at the end, 18 against 15: the machine
+    had become slower, and only the pairs know."""
+    pair = Paired(
+        base_us=18_000.0,
+        candidate_us=15_000.0,
+        candidate_interval_us=(14_900.0, 15_100.0),
+        gain_us=3_000.0,
+        gain_interval_us=(2_900.0, 3_100.0),
+        mde_us=50.0,
+        pairs=40,
+    )
+    ledger = Ledger.open(cuda_run)
+    final = dict(ledger.last("final") or {})
+    before = summary(Run.load(cuda_run))["speedup"]
+    ledger.append("final", {**final, "pairs": Latency(decode=pair, prefill=pair).to_json()})
+    found = summary(Run.load(cuda_run))
+    assert found["speedup"]["decode"]["vs_graph"] == pytest.approx(1.2)
+    assert found["speedup_interval"]["decode"]["vs_graph"] == pytest.approx(
+        [1 + 2_900 / 15_100, 1 + 3_100 / 14_900]
+    )
+    assert found["speedup"]["prefill"]["vs_eager"] == pytest.approx(1.2)
+    assert found["speedup"]["decode"]["vs_eager"] == before["decode"]["vs_eager"]
 
 
 def test_the_closing_verdict_is_in_the_summary_and_on_the_terminal(cpu_run):
