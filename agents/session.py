@@ -174,6 +174,10 @@ class Session:
             effects = {kind: min(us, effects.get(kind, us)) for kind, us in found.items()}
             if effects[self.measure.kind] < SLOWED_BY * self.measure.target_us(self.base):
                 break
+        before = self.history.effect_us() if self.ledger.last("effect") and not self.moved else {}
+        for kind in KINDS:
+            if kind != self.measure.kind and kind in before:  # a burst must not hide a slowdown
+                effects[kind] = min(effects[kind], before[kind])
         self.set_effects(effects)
 
     def set_effects(self, effects: dict[str, float]) -> None:
