@@ -104,6 +104,12 @@ def nodes(model: nn.Module, region: str) -> list[str]:
     return [name for name, module in model.named_modules() if name and region_of(module) == region]
 
 
+def reached(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Those of `names` that lie in no replaced module: what is inside one is never called."""
+    replaced = {name for name, m in model.named_modules() if getattr(m, "applied", None)}
+    return [n for n in names if not any(n.startswith(f"{other}.") for other in replaced)]
+
+
 def share(model: nn.Module) -> nn.Module:
     """A second module tree over the same parameters and buffers."""
     memo: dict[int, Any] = {}
@@ -118,13 +124,17 @@ def apply_change(
     """Replace every node of the change's region in `model`, in place; returns the nodes' names.
 
     `knobs` maps shapes (`shape_key`) to tuned launch knobs; other shapes use the heuristic.
-    A node that another change already replaced is a conflict and raises ValueError, as does a
-    region without nodes. The state dict keeps its names and shapes.
+    A node inside one that is replaced stays as it is. A node that another change already replaced
+    is a conflict and raises ValueError, as does a region without nodes to replace. The state dict
+    keeps its names and shapes.
     """
     implementation = change.implementation(backend)
-    names = nodes(model, change.region)
-    if not names:
+    found = nodes(model, change.region)
+    if not found:
         raise ValueError(f"change {change.name}: the model has no region {change.region!r}")
+    names = reached(model, found)
+    if not names:
+        raise ValueError(f"change {change.name}: all of {change.region!r} is inside replaced nodes")
     before = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name in names:
         node = model.get_submodule(name)

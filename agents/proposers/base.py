@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from harness.records import Proposal
-from optimized.change import Change, nodes
+from optimized.change import Change, nodes, reached
 from traces.opportunities import Opportunity
 
 
@@ -36,14 +36,15 @@ class Context:
             for t in self.tried
         )
 
-    def is_free(self, region: str) -> bool:
-        """Whether no node of the region, nor anything in it or around it, was replaced."""
-        taken = [n for n, m in self.model.named_modules() if getattr(m, "applied", None)]
-        return not any(
-            other == node or other.startswith(node + ".") or node.startswith(other + ".")
-            for node in nodes(self.model, region)
-            for other in taken
-        )
+    def free(self, region: str) -> float:
+        """The share of the region's nodes that a change can still replace: not those inside a
+        replaced node, and none if a node, or anything in it, was replaced itself."""
+        names = nodes(self.model, region)
+        open_names = reached(self.model, names)
+        for node in open_names:
+            if any(getattr(m, "applied", None) for m in self.model.get_submodule(node).modules()):
+                return 0.0
+        return len(open_names) / len(names) if names else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +63,19 @@ class Proposer(Protocol):
         ...
 
 
-def suggest(opportunity: Opportunity, change: Change, backend: str, hypothesis: str) -> Suggestion:
+def suggest(
+    opportunity: Opportunity, change: Change, backend: str, hypothesis: str, share: float = 1.0
+) -> Suggestion:
+    """`share` of the region's nodes are there to be replaced, so that much of it can be gained."""
     proposal = Proposal(
         change=change.name,
         region=change.region,
         backend=backend,
         hypothesis=hypothesis,
-        launches_saved=opportunity.launches_saved,
-        bytes_saved=opportunity.bytes_saved,
-        predicted_us=opportunity.predicted_us,
-        bound_us=opportunity.bound_us,
-        node_count=opportunity.node_count,
+        launches_saved=round(share * opportunity.launches_saved),
+        bytes_saved=round(share * opportunity.bytes_saved),
+        predicted_us=share * opportunity.predicted_us,
+        bound_us=share * opportunity.bound_us,
+        node_count=round(share * opportunity.node_count),
     )
     return Suggestion(proposal=proposal, change=change)

@@ -17,15 +17,14 @@ class Catalog:
         suggestions = []
         for change in changes().values():
             opportunity = by_region.get(change.region)
-            if opportunity is None or not context.is_free(change.region):
+            if opportunity is None or not (share := context.free(change.region)):
                 continue
             for implementation in change.implementations:
                 if context.device_type not in implementation.devices:
                     continue
                 if context.was_tried(change.region, implementation.backend, change.name):
                     continue
-                suggestions.append(
-                    suggest(opportunity, change, implementation.backend, change.summary)
-                )
+                backend = implementation.backend
+                suggestions.append(suggest(opportunity, change, backend, change.summary, share))
                 break
         return sorted(suggestions, key=lambda s: -s.proposal.predicted_us)

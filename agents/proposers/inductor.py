@@ -22,14 +22,15 @@ class Inductor:
             region = opportunity.region
             if opportunity.launches_saved <= 0 or context.was_tried(region, BACKEND):
                 continue
-            if opportunity.bound_us <= context.effect_us or not context.is_free(region):
+            share = context.free(region)
+            if not share or share * opportunity.bound_us <= context.effect_us:
                 continue
             change = inductor_change(region)
             hypothesis = (
                 f"compile {opportunity.region}: {opportunity.launches} launches a step, "
                 f"{opportunity.launches_saved} of them to save"
             )
-            suggestions.append(suggest(opportunity, change, BACKEND, hypothesis))
+            suggestions.append(suggest(opportunity, change, BACKEND, hypothesis, share))
         return sorted(suggestions, key=lambda s: (depth(context, s), -s.proposal.predicted_us))
 
 

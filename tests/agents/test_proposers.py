@@ -138,3 +138,19 @@ def test_auto_turns_to_compiled_regions_when_the_catalogue_is_exhausted():
     compiled = {t.region for t in everything if t.backend == "inductor"}
     assert not compiled & {s.proposal.region for s in then}
     assert then and all(s.change.name.startswith("inductor:") for s in then)
+
+
+def test_a_region_that_is_partly_inside_replaced_nodes_is_proposed_for_its_rest():
+    """A sparse layer's activation lies inside its experts, a dense layer's does not."""
+    inner = region_of(MODEL.model.layers[0].mlp.activate)
+    outer = region_of(MODEL.model.layers[-1].mlp.experts)
+    model = share(MODEL)
+    replaced = apply_change(model, inductor_change(outer), "inductor")
+    every = nodes(MODEL, inner)
+    left = [n for n in every if not any(n.startswith(f"{r}.") for r in replaced)]
+    assert 0 < len(left) < len(every)
+    found = [opportunity(inner, 30.0)]
+    proposal = Inductor().propose(context(found, model=model))[0].proposal
+    assert proposal.node_count == len(left)
+    assert proposal.predicted_us == pytest.approx(30.0 * len(left) / len(every))
+    assert apply_change(model, inductor_change(inner), "inductor") == left
