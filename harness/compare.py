@@ -53,11 +53,30 @@ def scaled(a: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass
+class SelfNoise:
+    """What the noise replays of one output showed, by case; it depends on no candidate, so all
+    that are judged on the same cases share it."""
+
+    cases: dict[str, CaseNoise] = field(default_factory=dict)
+    peak: float = 0.0  # largest |perturbed - replay|
+    square: float = 0.0  # largest mean square of that in one replay
+
+    @property
+    def draws(self) -> int:
+        return sum(n.draws for n in self.cases.values())
+
+    @property
+    def count(self) -> int:
+        return sum(sum(n.counts) for n in self.cases.values())
+
+
+@dataclass
 class Tally:
     """One output of a candidate against the contract's replay."""
 
     output: str
     numerics: str
+    self_noise: SelfNoise = field(default_factory=SelfNoise)
     elements: int = 0
     differing: int = 0
     equal: int = 0
@@ -70,21 +89,14 @@ class Tally:
     candidate_error: float = 0.0  # sums of squares
     replay_error: float = 0.0
     golden_norm: float = 0.0
-    noise: dict[str, CaseNoise] = field(default_factory=dict)  # by case
     distances: dict[str, tuple[float, int]] = field(default_factory=dict)  # worst, of how many
     shares: dict[str, float] = field(default_factory=dict)  # that differ, by case
-    noise_peak: float = 0.0  # largest |perturbed - replay|
-    noise_square: float = 0.0  # largest mean square of that in one replay
     quantum: float = 0.0  # one unit in the last place of the largest result
     golden_elements: int = 0
 
     @property
-    def noise_draws(self) -> int:
-        return sum(n.draws for n in self.noise.values())
-
-    @property
-    def noise_count(self) -> int:
-        return sum(sum(n.counts) for n in self.noise.values())
+    def noise(self) -> dict[str, CaseNoise]:
+        return self.self_noise.cases
 
     def add(self, case: str, candidate: Tensor, replay: Tensor, keep: Tensor | None) -> int:
         """Pool one case, all elements or those of `keep`; returns how many differ."""
@@ -148,8 +160,8 @@ class Tally:
         noise = self.noise.setdefault(case, CaseNoise(size, typical=typical))
         noise.counts.append(int(count))
         noise.worst = max(noise.worst, top)
-        self.noise_peak = max(self.noise_peak, peak)
-        self.noise_square = max(self.noise_square, square)
+        self.self_noise.peak = max(self.self_noise.peak, peak)
+        self.self_noise.square = max(self.self_noise.square, square)
 
     def add_golden(self, candidate: Tensor, replay: Tensor, golden: Tensor) -> None:
         """Pool one case's distances from the FP64 result."""

@@ -1,5 +1,6 @@
 """Everything the judge measures about a candidate, node by node and case by case."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from harness import faults
 from harness.added import ADDED
 from harness.cases import Case
-from harness.compare import Tally
+from harness.compare import SelfNoise, Tally
 from harness.faults import Faults
 from harness.observe import CandidateError, Observed, observe, poisoned, watching_integers
 from harness.operators import is_real
@@ -36,25 +37,47 @@ class Evidence:
 
 
 @dataclass
+class Flip:
+    """The contract's replay of a case with one rounding flipped."""
+
+    point: Point
+    declared: str
+    results: dict[str, Tensor]
+    noise: int = 0  # elements that noise changes where the rounding is not added
+
+
+@dataclass
 class Prepared:
-    """One case with the reference's runs: as it is, and as the contract says."""
+    """One case with the reference's runs: as it is, and as the contract says. `golden` and `flips`
+    are None where they are made anew for each candidate, to save memory."""
 
     case: Case
     first: Run
     contract: Run
     masks: dict[str, Tensor]  # elements of written arguments that count
     initial: dict[str, Tensor]
+    golden: dict[str, Tensor] | None = None
+    flips: list[Flip] | None = None
+
+    @property
+    def where(self) -> str:
+        return f"{self.case.node}, {self.case.name}"
 
 
 @dataclass
 class Examination:
-    """Pools what all cases of all nodes show about one candidate."""
+    """Pools what all cases of all nodes show about one candidate.
+
+    `noise` and `names` depend on the reference and the contract alone: examinations of several
+    candidates share them (`beside`).
+    """
 
     contract: Contract
     fixed: set[int]
     seed: int
     faults: Faults = field(default_factory=Faults)
     tallies: dict[str, Tally] = field(default_factory=dict)
+    noise: dict[str, SelfNoise] = field(default_factory=dict)  # by the tallies' names
     points: dict[str, Evidence] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     cases: int = 0
@@ -63,6 +86,29 @@ class Examination:
     noise_runs: int = 0
     golden: bool = True  # compare typical cases with FP64
     prefix: str = ""  # of the outputs' names: one tally for each kind of layer
+    limits: dict[str, int] | None = None  # differing elements that end the examination, by tally
+
+    def beside(self, fixed: set[int], limits: dict[str, int] | None) -> "Examination":
+        """A fresh examination of another candidate on the same prepared cases."""
+        return Examination(
+            self.contract,
+            fixed,
+            self.seed,
+            noise=self.noise,
+            names=self.names,
+            golden=self.golden,
+            prefix=self.prefix,
+            limits=limits,
+        )
+
+    @property
+    def decided(self) -> bool:
+        """Whether no further case can save the candidate; False without `limits`."""
+        if self.limits is None:
+            return False
+        return self.faults.reason is not None or any(
+            tally.differing > self.limits[key] for key, tally in self.tallies.items()
+        )
 
     @property
     def unknown(self) -> list[str]:
@@ -81,7 +127,8 @@ class Examination:
     def tally(self, output: str) -> Tally:
         key = f"{self.prefix}{output}"
         if key not in self.tallies:
-            self.tallies[key] = Tally(key, self.numerics(output))
+            noise = self.noise.setdefault(key, SelfNoise())
+            self.tallies[key] = Tally(key, self.numerics(output), noise)
         return self.tallies[key]
 
     def prepare(self, reference: nn.Module, case: Case, *, as_is: bool = False) -> Prepared:
@@ -126,7 +173,7 @@ class Examination:
                 if is_real(tensor.dtype) and self.numerics(name) != "exact":
                     tally, mask = self.tally(name), prepared.masks.get(name)
                     tally.add_noise(
-                        self._where(case),
+                        prepared.where,
                         tensor,
                         prepared.contract.results[name],
                         mask,
@@ -141,25 +188,30 @@ class Examination:
         deviations: Deviations,
     ) -> Observed | None:
         """Run the candidate on the case and compare all it did; None if that ended early."""
-        case = prepared.case
         try:
-            seen = observe(candidate, reference, case, self.fixed)
+            seen = observe(candidate, reference, prepared.case, self.fixed)
             problem = faults.arguments_and_shapes(prepared.first, seen, prepared.initial)
             if problem is not None:
-                self.faults.add("call", f"{problem} ({self._where(case)})")
+                self.faults.add("call", f"{problem} ({prepared.where})")
                 return None
-            self._repeat(reference, candidate, prepared, seen)
+            self._compare(reference, prepared, seen, deviations)
+            if not self.decided:
+                self._repeat(reference, candidate, prepared, seen)
         except CandidateError as error:
-            self.faults.add("call", f"raises {error} ({self._where(case)})")
+            self.faults.add("call", f"raises {error} ({prepared.where})")
             return None
+        self.cases += 1
+        return seen
+
+    def _compare(
+        self, reference: nn.Module, prepared: Prepared, seen: Observed, deviations: Deviations
+    ) -> None:
         results = self._results(prepared, seen)
         keep = self._routes(prepared, seen, deviations)
-        golden = None
-        if case.typical and self.golden:
-            golden = replay(reference, case.args, GOLDEN, prepared.first, case.kwargs).results
+        golden = self.golden_results(reference, prepared)
         for name, mine in results.items():
             ours = prepared.contract.results[name]
-            where = f"{name} ({self._where(case)})"
+            where = f"{name} ({prepared.where})"
             self.faults.add("finite", faults.non_finite(where, mine, ours))
             if name in prepared.masks:
                 loose = prepared.first.unspecified.get(name)
@@ -170,16 +222,18 @@ class Examination:
             if rows is not None:
                 mask = rows if mask is None else mask & rows
             if is_real(ours.dtype):
-                self.tally(name).add(self._where(case), mine, ours, mask)
+                self.tally(name).add(prepared.where, mine, ours, mask)
                 if golden is not None and mask is None:
                     self.tally(name).add_golden(mine, ours, golden[name])
             elif keep is None and not same_bits(mine, ours):
                 self.faults.add("route", f"{where}: integers differ from the reference's")
-        self.cases += 1
-        return seen
 
-    def _where(self, case: Case) -> str:
-        return f"{case.node}, {case.name}"
+    def golden_results(self, reference: nn.Module, prepared: Prepared) -> dict[str, Tensor] | None:
+        """The FP64 results of a typical case."""
+        case = prepared.case
+        if prepared.golden is not None or not (case.typical and self.golden):
+            return prepared.golden
+        return replay(reference, case.args, GOLDEN, prepared.first, case.kwargs).results
 
     def _results(self, prepared: Prepared, seen: Observed) -> dict[str, Tensor]:
         """The candidate's outputs and the arguments that the reference writes to."""
@@ -202,7 +256,7 @@ class Examination:
                     before[name].masked_fill(loose, 0), tensor.masked_fill(loose, 0)
                 ):
                     continue
-                where = f"{name} ({self._where(prepared.case)})"
+                where = f"{name} ({prepared.where})"
                 kind, text = faults.repeat_differs(where, before[name], tensor)
                 if kind == "unwritten" or not fill:  # in that mode other kernels may run
                     self.faults.add(kind, text)
@@ -218,19 +272,22 @@ class Examination:
         flips = find_flips(pairs, prepared.first.choices, deviations)
         self.flipped += flips.count
         if flips.unexplained is not None:
-            self.faults.add("route", f"{flips.unexplained} ({self._where(prepared.case)})")
+            self.faults.add("route", f"{flips.unexplained} ({prepared.where})")
         return flips.rows
 
-    def weigh_points(self, reference: nn.Module, prepared: Prepared, seen: Observed) -> int:
-        """For each rounding: which of two replays does the candidate equal where they differ?
-        Returns the number of roundings."""
-        mine = self._results(prepared, seen)
-        declared = [(p, "elided" if p.name in self.contract.elides else "kept")
-                    for p in prepared.first.points if p.interior]  # fmt: skip
-        declared += [(p, "kept") for p in prepared.first.fusable]
-        declared += [(_added_point(name), "added") for name in self.contract.adds]
-        for point, word in declared:
-            evidence = self.points.setdefault(point.name, Evidence(point, word))
+    def roundings(self, prepared: Prepared) -> list[tuple[Point, str]]:
+        """What the candidate is told apart by in this case: each rounding, and what the contract
+        says about it."""
+        elides = self.contract.elides
+        interior = [p for p in prepared.first.points if p.interior]
+        found = [(p, "elided" if p.name in elides else "kept") for p in interior]
+        found += [(p, "kept") for p in prepared.first.fusable]
+        return found + [(_added_point(name), "added") for name in self.contract.adds]
+
+    def flips(self, reference: nn.Module, prepared: Prepared) -> Iterator[Flip]:
+        """For each rounding, the replay that differs from the contract's in it alone."""
+        case = prepared.case
+        for point, word in self.roundings(prepared):
             plan = self.plan()
             if word == "added":
                 plan = self.plan(add=plan.add - {point.name})
@@ -238,17 +295,28 @@ class Examination:
                 plan = self.plan(fuse=frozenset((point.name,)))
             else:
                 plan = self.plan(elide=plan.elide ^ {point.name})
-            case = prepared.case
             other = replay(reference, case.args, plan, prepared.first, case.kwargs).results
+            flip = Flip(point, word, {n: t for n, t in other.items() if is_real(t.dtype)})
             if word == "added":
-                evidence.noise += self._plain_noise(reference, prepared, plan, other)
-            for name, ours in prepared.contract.results.items():
-                if not is_real(ours.dtype) or not ours.numel():
+                flip.noise = self._plain_noise(reference, prepared, plan, other)
+            yield flip
+
+    def weigh_points(self, reference: nn.Module, prepared: Prepared, seen: Observed) -> None:
+        """For each rounding: which of two replays does the candidate equal where they differ?"""
+        mine = self._results(prepared, seen)
+        flips: Iterable[Flip] | None = prepared.flips
+        for flip in self.flips(reference, prepared) if flips is None else flips:
+            point = flip.point
+            evidence = self.points.setdefault(point.name, Evidence(point, flip.declared))
+            evidence.noise += flip.noise
+            for name, other in flip.results.items():
+                ours = prepared.contract.results[name]
+                if not ours.numel():
                     continue
-                visible = ours != other[name]
+                visible = ours != other
                 equal = (mine[name] == ours) & visible
-                flipped = (mine[name] == other[name]) & visible
-                apart = mine[name] != other[name]
+                flipped = (mine[name] == other) & visible
+                apart = mine[name] != other
                 sums = [visible.sum(), equal.sum(), flipped.sum(), apart.sum()]
                 sums = torch.stack(sums).tolist()
                 evidence.elements += ours.numel()
@@ -256,7 +324,6 @@ class Examination:
                 evidence.equals_declared += sums[1]
                 evidence.equals_flipped += sums[2]
                 evidence.differs_flipped += sums[3]
-        return len(declared)
 
     def _plain_noise(
         self, reference: nn.Module, prepared: Prepared, plan: Plan, plain: dict[str, Tensor]

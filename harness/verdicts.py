@@ -59,7 +59,7 @@ def verdict(
 
 def output_report(exam: Examination, tally: Tally) -> UlpReport:
     """The record of one output; adds a fault for each limit it breaks."""
-    noisy, seen = tally.noise_count, tally.noise_draws
+    noisy, seen = tally.self_noise.count, tally.self_noise.draws
     allowed = 0
     if tally.numerics != "exact":
         allowed = bounds.allowed(list(tally.noise.values()), tally.elements)
@@ -133,11 +133,11 @@ def golden_limit(tally: Tally, allowed: int) -> float:
     norm = math.sqrt(tally.golden_norm)
     if not norm:
         return math.inf
-    factor = bounds.extreme_factor(tally.elements, max(2, tally.noise_draws))
-    if 2 * tally.noise_count > tally.noise_draws:
-        moved = tally.golden_elements * tally.noise_square * factor**2
+    factor = bounds.extreme_factor(tally.elements, max(2, tally.self_noise.draws))
+    if 2 * tally.self_noise.count > tally.self_noise.draws:
+        moved = tally.golden_elements * tally.self_noise.square * factor**2
     else:
-        moved = allowed * max(tally.quantum, tally.noise_peak * factor) ** 2
+        moved = allowed * max(tally.quantum, tally.self_noise.peak * factor) ** 2
     return math.sqrt(tally.replay_error + moved) / norm
 
 
@@ -191,8 +191,8 @@ def explained(points: tuple[PointReport, ...], found: Explanation) -> tuple[Poin
 
 def noise_rate(exam: Examination) -> float:
     """An upper bound of the chance that noise changes an element, at most one half."""
-    counts = sum(t.noise_count for t in exam.tallies.values())
-    sizes = sum(t.noise_draws for t in exam.tallies.values())
+    counts = sum(t.self_noise.count for t in exam.tallies.values())
+    sizes = sum(t.self_noise.draws for t in exam.tallies.values())
     return min(0.5, bounds.upper_rate(counts, sizes)) if sizes else bounds.FALSE_ALARM
 
 

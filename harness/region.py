@@ -1,0 +1,267 @@
+"""A region's cases, prepared once, and any number of candidates judged on them.
+
+All that depends on the reference and the contract alone is in the preparation: recorded and
+derived calls, the contract's replays, noise, FP64 results, replays with one rounding flipped. For
+one candidate the nodes are prepared one after the other and forgotten; for several they are kept.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from harness import bounds, verdicts
+from harness.batches import batch_variance
+from harness.cases import (
+    REFUSALS,
+    Axes,
+    Case,
+    activations,
+    axes,
+    derive,
+    near_ties,
+    record,
+    storages,
+)
+from harness.examine import Examination, Prepared
+from harness.explain import Sample
+from harness.nodes import pick_nodes
+from harness.observe import Observed, checksums
+from harness.operators import is_real
+from harness.policy import DEFAULT, Policy
+from harness.records import Verdict
+from harness.replay import NATIVE, replay
+from harness.routes import Deviations
+from harness.steps import steps
+from harness.workload import Workload, free_bytes
+from optimized.change import Contract, nodes
+
+MOST_FLIPS = 48  # replays of a node with one rounding flipped
+EDGE_RUNS = 4  # noise replays of a derived case
+SAMPLES = 3  # cases kept to explain a difference
+CASE_SHARE = 64  # one recorded call may take 1/64 of the free memory
+LARGEST_ON_HOST = 64 << 20  # bytes of one on a CPU
+
+Watch = Callable[[Prepared, Observed], None]
+
+
+@dataclass
+class NodeCases:
+    """One node of the reference, its recorded calls, and all its cases with their replays."""
+
+    name: str
+    node: nn.Module
+    calls: list[Case]
+    prepared: list[Prepared]
+    deviations: Deviations
+    weighed: list[bool]  # whether roundings are told apart in that case
+
+
+@dataclass(kw_only=True)
+class RegionCases:
+    """What candidates for one region are judged on; see `prepare` and `judge`."""
+
+    reference: nn.Module
+    names: list[str]
+    derived_from: str
+    recorded: list[Case]
+    seed: int
+    runs: int  # noise replays of a typical case
+    keep: bool
+    refusal: str | None  # why the policy refuses the contract
+    measured: Examination  # of no candidate: its noise, names and notes
+    kept: list[NodeCases] | None = None
+    kills: Counter[str] = field(default_factory=Counter)  # by node and case
+
+    @classmethod
+    def prepare(
+        cls,
+        reference: nn.Module,
+        region: str,
+        contract: Contract,
+        workload: Workload,
+        seed: int,
+        policy: Policy = DEFAULT,
+        *,
+        keep: bool = True,
+    ) -> "RegionCases":
+        """Record the calls of the region's nodes in prefills and decodes drawn from `seed`.
+
+        With `keep`, everything prepared is held in memory from the first candidate on.
+        """
+        exam = Examination(contract, storages(reference), seed)
+        refusal = policy.refusal(contract)
+        names = pick_nodes(reference, nodes(reference, region), seed)
+        recorded: list[Case] = []
+        if refusal is None:
+            inputs = steps(workload, seed, note=exam.notes.append)
+            recorded, notes = record(reference, names, inputs, case_limit(workload))
+            exam.notes += notes
+        called = [n for n in names if _calls(recorded, n)]
+        exam.notes += [f"{n} was not called" for n in names if n not in called and recorded]
+        return cls(
+            reference=reference,
+            names=called,
+            derived_from=random.Random(seed).choice(called or [""]),
+            recorded=recorded,
+            seed=seed,
+            runs=max(2, -(-policy.permutations // max(1, len(recorded)))),
+            keep=keep,
+            refusal=refusal,
+            measured=exam,
+        )
+
+    def judge(
+        self,
+        candidate: nn.Module,
+        backend: str | None = None,
+        *,
+        until_fault: bool = False,
+        watch: Watch | None = None,
+    ) -> Verdict:
+        """Judge one candidate, a tree that shares parameters with the reference.
+
+        With `until_fault` (for kept cases) no more is run than it takes to refuse it, and no
+        explanation is looked for; whether it passes is the same. `watch` sees each call.
+        """
+        limits = self.limits() if until_fault else None
+        exam = self.measured.beside(storages(self.reference, candidate), limits)
+        exam.faults.add("policy", self.refusal)
+        samples: list[Sample] = []
+        for node in self.nodes() if self.refusal is None else ():
+            found = self._judge_node(exam, node, candidate.get_submodule(node.name), watch)
+            samples += found[: SAMPLES - len(samples)]
+            if exam.decided:
+                break
+        exam.noise_runs = self.measured.noise_runs
+        exam.notes = [*self.measured.notes, *exam.notes]
+        return verdicts.verdict(exam, "region", [] if until_fault else samples, backend)
+
+    def nodes(self) -> Iterator[NodeCases]:
+        """Each node, prepared; kept if there is to be another candidate."""
+        if self.kept is not None:
+            yield from self.kept
+            return
+        found: list[NodeCases] = []
+        for name in self.names:
+            ready = self._prepare_node(name)
+            if self.keep:
+                self._complete(ready)
+                found.append(ready)
+            else:
+                yield ready
+        if self.keep:
+            self.kept = found
+            yield from found
+
+    def limits(self) -> dict[str, int]:
+        """How many elements of each output may differ when all cases have been judged."""
+        if not self.keep:
+            raise ValueError("until_fault needs kept cases: prepare with keep=True")
+        found, exam = {}, self.measured
+        sizes: Counter[str] = Counter()
+        for node in self.nodes():
+            for ready in node.prepared:
+                for name, tensor in ready.contract.results.items():
+                    if is_real(tensor.dtype):
+                        mask = ready.masks.get(name)
+                        size = tensor.numel()
+                        if mask is not None:
+                            size = int(mask.expand_as(tensor).sum())
+                        sizes[name] += size
+        for name, size in sizes.items():
+            tally = exam.tally(name)
+            exact = tally.numerics == "exact"
+            found[tally.output] = 0 if exact else bounds.allowed(list(tally.noise.values()), size)
+        return found
+
+    def _prepare_node(self, name: str) -> NodeCases:
+        """All cases of one node: noise first, so that routing margins are known."""
+        exam, node = self.measured, self.reference.get_submodule(name)
+        calls = _calls(self.recorded, name)
+        cases = calls + (self._derived(node, calls) if name == self.derived_from else [])
+        ready = NodeCases(name, node, calls, [], Deviations(), [])
+        flips = 0
+        for case in cases:
+            runs = self.runs if case.typical else EDGE_RUNS
+            try:
+                prepared = exam.prepare(node, case)
+                exam.measure_noise(node, prepared, runs, ready.deviations)
+            except torch.OutOfMemoryError:
+                exam.notes.append(f"{name}, {case.name}: too large to replay")
+                continue
+            except REFUSALS:
+                if case.typical:
+                    raise
+                continue  # the reference does not take these arguments either
+            ready.prepared.append(prepared)
+            ready.weighed.append(flips < MOST_FLIPS)
+            flips += len(exam.roundings(prepared))
+        return ready
+
+    def _complete(self, node: NodeCases) -> None:
+        """The replays that one candidate would have made for itself."""
+        for prepared, weighed in zip(node.prepared, node.weighed, strict=True):
+            prepared.golden = self.measured.golden_results(node.node, prepared)
+            if weighed:
+                prepared.flips = list(self.measured.flips(node.node, prepared))
+
+    def _judge_node(
+        self, exam: Examination, node: NodeCases, mine: nn.Module, watch: Watch | None
+    ) -> list[Sample]:
+        before = checksums(mine, node.calls, exam.fixed)
+        samples = []
+        order = list(zip(node.prepared, node.weighed, strict=True))
+        if exam.limits is not None:
+            order.sort(key=lambda pair: -self.kills[pair[0].where])
+        for ready, weighed in order:
+            try:
+                seen = exam.judge(node.node, mine, ready, node.deviations)
+                if seen is not None and watch is not None:
+                    watch(ready, seen)
+                if seen is None or exam.decided:
+                    self.kills[ready.where] += 1
+                    break  # more cases would say the same
+                if weighed:
+                    exam.weigh_points(node.node, ready, seen)
+            except torch.OutOfMemoryError:
+                exam.notes.append(f"{ready.where}: too large to judge")
+                continue
+            if ready.case.typical:
+                samples.append(Sample(node.node, ready, seen))
+        batch_variance(exam, node.node, mine, node.calls)
+        after = checksums(mine, node.calls, exam.fixed)
+        if changed := [n for n in before if before[n] != after.get(n)]:
+            text = f"changes the parameter {changed[0]} of {node.name}"
+            exam.faults.add("parameters", text)
+        return samples
+
+    def _derived(self, ours: nn.Module, calls: list[Case]) -> list[Case]:
+        """Edge cases from the node's first call, and near-ties if it makes choices."""
+        where: Axes = axes(calls)
+        first = replay(ours, calls[0].args, NATIVE, None, calls[0].kwargs)
+        chosen = activations(ours, calls[0], self.measured.fixed, set(first.written))
+        generator = torch.Generator().manual_seed(self.seed)
+        found = derive(calls[0], where, chosen, generator)
+        if not first.choices:
+            return found
+
+        def choose(case: Case) -> torch.Tensor | None:
+            results = replay(ours, case.args, NATIVE, None, case.kwargs).outputs.values()
+            integers = [t for t in results if not t.is_floating_point() and t.ndim > 1]
+            return integers[0] if integers else None
+
+        ties = near_ties(calls[0], chosen, choose)
+        return found if ties is None else [*found, ties]
+
+
+def case_limit(workload: Workload) -> int:
+    share = free_bytes(workload.device) // CASE_SHARE
+    return share if workload.device.type == "cuda" else min(share, LARGEST_ON_HOST)
+
+
+def _calls(recorded: list[Case], name: str) -> list[Case]:
+    return [case for case in recorded if case.node == name]
