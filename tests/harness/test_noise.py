@@ -1,0 +1,83 @@
+"""The noise of products: what belongs to it, and what a kernel must not do all the same."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.noise import Perturbation, bf16_terms, is_bf16, tensor_core_product
+from harness.replay import Noise
+
+EPS = 2.0**-24  # half a unit in the last place of FP32, at 1
+
+
+def draw(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        draw(64, 65),
+        draw(64, 65).exp() * 1e-30,
+        torch.tensor([1.0, -0.0, 3.0e38, 1 + 2.0**-23, 2.0**-140, 1e-45]),
+    ],
+    ids=["normal", "small", "edges"],
+)
+def test_three_bf16_terms_sum_to_an_fp32_value(x: Tensor) -> None:
+    terms = bf16_terms(x)
+    assert terms is not None
+    assert all(term.dtype == torch.bfloat16 for term in terms)
+    total = sum(term.double() for term in reversed(terms))
+    missing = (total - x.double()).abs()
+    assert missing.max() < torch.finfo(torch.float32).tiny
+    assert not missing[x.abs() > 1e-20].any()
+    assert not is_bf16(x)
+    assert is_bf16(terms[0].float())
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3.4e38])
+def test_what_bf16_cannot_hold_has_no_terms(value: float) -> None:
+    assert bf16_terms(torch.tensor([1.0, value])) is None
+
+
+def test_a_product_of_two_fp32_operands_stays_in_fp32() -> None:
+    """Neither may be rounded to BF16 to get it onto tensor cores."""
+    a, b = draw(8, 32), draw(32, 8, seed=1)
+    assert torch.equal(tensor_core_product(a, b), a @ b)
+
+
+def test_on_a_cpu_products_are_only_reordered() -> None:
+    a, b = draw(16, 256), draw(256, 16, seed=1).bfloat16().float()
+    exact = a.double() @ b.double()
+    for seed in range(16):
+        perturbation = Perturbation(Noise(seed=seed))
+        error = (perturbation.product(a, b) - exact).abs()
+        assert error.max() < 256 * EPS * (a.abs() @ b.abs()).max()
+        assert perturbation.tensor_cores is None
+
+
+@pytest.mark.gpu
+class TestGpu:
+    @pytest.mark.parametrize("shape", [(), (3,)], ids=["mm", "bmm"])
+    @pytest.mark.parametrize("narrow", ["a", "b"])
+    def test_tensor_cores_round_nothing(self, shape: tuple[int, ...], narrow: str) -> None:
+        """Closer to FP64 by far than with either operand rounded to BF16, or to TF32."""
+        a, b = draw(*shape, 48, 4096, device="cuda"), draw(*shape, 4096, 48, seed=1, device="cuda")
+        a, b = (a.bfloat16().float(), b) if narrow == "a" else (a, b.bfloat16().float())
+        exact = a.double() @ b.double()
+        found = tensor_core_product(a, b)
+        assert not torch.equal(found, a @ b)
+        error = float((found - exact).norm() / exact.norm())
+        rounded = a.bfloat16().double() @ b.bfloat16().double()
+        assert error * 2**6 < float((rounded - exact).norm() / exact.norm())
+
+    def test_most_replays_use_them(self) -> None:
+        a, b = draw(16, 256, device="cuda"), draw(256, 16, seed=1, device="cuda")
+        b = b.bfloat16().float()
+        used = 0
+        for seed in range(64):
+            perturbation = Perturbation(Noise(seed=seed))
+            perturbation.product(a, b)
+            used += bool(perturbation.tensor_cores)
+        assert 32 < used < 64
