@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.inductor import inductor_implementation
-from optimized.triton_support import OfflineCase, launch, outside_domain, row_stride
+from optimized.triton_support import (
+    OfflineCase,
+    begin,
+    launch,
+    outside_domain,
+    row_stride,
+)
 
 MAX_TOP_K = 16  # the slots are unrolled
 
@@ -52,7 +58,9 @@ def combine_kernel(
     D: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = column < D

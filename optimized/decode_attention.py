@@ -22,7 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation, KnobValue
-from optimized.triton_support import INTERPRETED, OfflineCase, exp_fp32, outside_domain
+from optimized.triton_support import (
+    INTERPRETED,
+    OfflineCase,
+    begin,
+    exp_fp32,
+    launch,
+    outside_domain,
+)
 
 PROGRAMS = 264  # two for each of an H200's 132 SMs
 COMBINED_COLUMNS = 16  # of the head dimension for one combining program: 64-byte reads
@@ -97,7 +104,9 @@ def decode_attention_kernel(
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,
     WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     split, kv_head = tl.program_id(0), tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     first_row = (batch * tl.num_programs(1) + kv_head) * G
@@ -158,7 +167,9 @@ def combine_splits_kernel(
     SPLIT_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     splits = tl.arange(0, SPLIT_BLOCK)
@@ -221,7 +232,9 @@ def build(node: Any, knobs: AttentionKnobs | None):
         blocks: dict[str, Any] = {"G": group, "GROUP": max(16, triton.next_power_of_2(group))}
         blocks |= {"DIM": dim, "BLOCK": chosen.block, "SPLITS": splits, "STAGES": chosen.stages}
         blocks |= {"MASKED": mask is not None, "WIDE": INTERPRETED, "num_warps": chosen.warps}
-        decode_attention_kernel[(splits, kv_heads, batch)](
+        launch(
+            decode_attention_kernel,
+            (splits, kv_heads, batch),
             q,
             k,
             v,
@@ -235,13 +248,24 @@ def build(node: Any, knobs: AttentionKnobs | None):
             length,
             tiles,
             node.scale,
+            exact=False,
             **blocks,
         )
         if splits > 1:
             columns = min(COMBINED_COLUMNS, dim)
             block = triton.next_power_of_2(splits)
-            combine_splits_kernel[(rows, dim // columns)](
-                sums, stats, out, SPLITS=splits, SPLIT_BLOCK=block, DIM=dim, COLUMNS=columns
+            launch(
+                combine_splits_kernel,
+                (rows, dim // columns),
+                sums,
+                stats,
+                out,
+                SPLITS=splits,
+                SPLIT_BLOCK=block,
+                DIM=dim,
+                COLUMNS=columns,
+                num_warps=4,
+                exact=False,
             )
         return out
 

@@ -24,7 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation, KnobValue
-from optimized.triton_support import OfflineCase, launch, outside_domain, silu_fp32
+from optimized.triton_support import (
+    OfflineCase,
+    begin,
+    launch,
+    outside_domain,
+    silu_fp32,
+)
 
 MAX_PAIRS = 64  # beyond, pairs share experts and a grouped matrix product reads less
 MAX_UNROLL = 20  # steps of the unrolled loops; more run out of registers and compile slowly
@@ -113,7 +119,9 @@ def experts_up_kernel(
     F: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     pair = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rows = (row < F)[:, None]
@@ -137,7 +145,9 @@ def experts_down_kernel(
     F: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     pair = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rows = (row < D)[:, None]
@@ -221,8 +231,8 @@ def offline_cases() -> list[OfflineCase]:
     up |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK"), "constexpr")
     down = dict.fromkeys(("hidden_ptr", "weight_ptr", "y_ptr"), "*bf16")
     down |= {"experts_ptr": "*i64", **dict.fromkeys(("D", "F", "ROWS", "BLOCK"), "constexpr")}
-    up = {name: up[name] for name in experts_up_kernel.arg_names}
-    down = {name: down[name] for name in experts_down_kernel.arg_names}
+    up = {name: up[name] for name in experts_up_kernel.arg_names if name in up}
+    down = {name: down[name] for name in experts_down_kernel.arg_names if name in down}
     cases = []
     for inner in (320, 1280, 2560):
         knobs = ExpertsKnobs.heuristic({"P": 8, "D": 5120, "F": inner})

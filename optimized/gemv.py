@@ -19,7 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.change import KnobValue
-from optimized.triton_support import INTERPRETED, OfflineCase, row_stride
+from optimized.triton_support import (
+    INTERPRETED,
+    OfflineCase,
+    launch,
+    let_next_start,
+    prefetch,
+    prefetch_chunks,
+    previous_is_done,
+    row_stride,
+)
 
 MAX_ROWS = 16  # of x; more fill the tensor cores well enough for a library's kernel
 MAX_UNROLL = 32
@@ -73,6 +82,23 @@ class GemvKnobs:
 
 
 @triton.jit
+def _begin_with_weights(
+    w_ptr,
+    O,  # noqa: E741
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The start of a program: its weights are on their way while the previous kernel runs."""
+    let_next_start(PDL)
+    program = tl.program_id(0).to(tl.int64)
+    if (program + 1) * ROWS <= O:
+        prefetch(w_ptr + program * ROWS * D, ROWS * D * 2, CHUNKS, PDL)
+    previous_is_done(PDL)
+
+
+@triton.jit
 def gemv_kernel(
     x_ptr,
     w_ptr,
@@ -81,7 +107,10 @@ def gemv_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    _begin_with_weights(w_ptr, O, D, ROWS, CHUNKS, PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     in_rows = (rows < O)[:, None]
@@ -112,8 +141,11 @@ def few_rows_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     WIDE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """`WIDE` multiplies in FP32, for the interpreter, whose BF16 products are wrong."""
+    _begin_with_weights(w_ptr, O, D, ROWS, CHUNKS, PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     tokens = tl.arange(0, 16)
@@ -158,13 +190,14 @@ def multiply(x: Tensor, weight: Tensor, knobs: GemvKnobs | None = None) -> Tenso
     chosen = knobs or GemvKnobs.heuristic(shape)
     grid = (triton.cdiv(outputs, chosen.rows),)
     blocks: dict[str, Any] = {"D": width, "ROWS": chosen.rows, "BLOCK": chosen.block}
-    blocks["num_warps"] = chosen.warps
+    blocks |= {"CHUNKS": prefetch_chunks(chosen.rows * width * 2)}
+    blocks |= {"num_warps": chosen.warps, "exact": False}  # products of BF16 are exact in FP32
     if shape["M"] == 1:
-        gemv_kernel[grid](x, weight, y, outputs, **blocks)
+        launch(gemv_kernel, grid, x, weight, y, outputs, **blocks)
     else:
         blocks |= {"STAGES": chosen.stages, "WIDE": INTERPRETED}
         stride = row_stride(x)
-        few_rows_kernel[grid](x, weight, y, stride, shape["M"], outputs, **blocks)
+        launch(few_rows_kernel, grid, x, weight, y, stride, shape["M"], outputs, **blocks)
     return y
 
 
@@ -176,9 +209,11 @@ def offline_cases() -> list[OfflineCase]:
         knobs = GemvKnobs.heuristic({"M": rows, "O": 1792, "D": 5120})
         values: dict[str, Any] = {"D": 5120, "ROWS": knobs.rows, "BLOCK": knobs.block}
         signature = {**pointers}
+        chunks = {"CHUNKS": prefetch_chunks(knobs.rows * 5120 * 2)}
         if rows > 1:
             signature |= {"x_stride": "i32:16", "M": "i32"}
             values |= {"STAGES": knobs.stages, "WIDE": False}
+        values |= chunks
         signature |= {"O": "i32:16", **dict.fromkeys(values, "constexpr")}
         kernel = gemv_kernel if rows == 1 else few_rows_kernel
         found.append(OfflineCase(kernel, signature, values, knobs.warps))

@@ -43,12 +43,15 @@ class CompileError(Exception):
 class Resources:
     """What one thread (registers, spills) and one thread block (shared memory) take.
 
-    `spills` are bytes of local memory on NVIDIA, spilled registers on AMD.
+    `spills` are bytes of local memory on NVIDIA, spilled registers on AMD. The last two count
+    instructions ahead of the wait for the previous kernel; None where the kernel never waits.
     """
 
     registers: int
     spills: int
     shared_bytes: int
+    loads_before_wait: int | None = None
+    stores_before_wait: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,9 @@ def resources(
         raise ValueError(f"unknown target {target!r}; choose one of {', '.join(TARGETS)}")
     if INTERPRETED:
         raise ValueError("TRITON_INTERPRET is set, so kernels cannot be compiled; unset it")
+    if "PDL" in kernel.arg_names:  # dependent launch is NVIDIA's
+        signature = {**signature, "PDL": "constexpr"}
+        constexprs = {**constexprs, "PDL": TARGETS[target].backend == "cuda"}
     names = list(signature)
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]]
@@ -100,11 +106,11 @@ def resources(
         raise CompileError(f"{type(failure).__name__}: {failure}\n{printed[0]}") from failure
     shared = int(compiled.metadata.shared)
     if TARGETS[target].backend == "cuda":
-        return _nvidia(compiled.asm["cubin"], shared)
+        return _nvidia(compiled.asm["cubin"], compiled.asm["ptx"], shared)
     return _amd(compiled.asm["amdgcn"], shared)
 
 
-def _nvidia(cubin: bytes, shared: int) -> Resources:
+def _nvidia(cubin: bytes, ptx: str, shared: int) -> Resources:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -113,7 +119,16 @@ def _nvidia(cubin: bytes, shared: int) -> Resources:
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     spills = used["STACK"] + used["LOCAL"]
-    return Resources(registers=used["REG"], spills=spills, shared_bytes=shared)
+    early, wait, _ = ptx.partition("griddepcontrol.wait")
+    loads = len(re.findall(r"\b(?:ld\.global|cp\.async\.c[ag])", early)) if wait else None
+    stores = len(re.findall(r"\b(?:st\.global|atom\.|red\.)", early)) if wait else None
+    return Resources(
+        registers=used["REG"],
+        spills=spills,
+        shared_bytes=shared,
+        loads_before_wait=loads,
+        stores_before_wait=stores,
+    )
 
 
 def _amd(assembly: str, shared: int) -> Resources:

@@ -32,7 +32,11 @@ from optimized.qk_norm import (
     sizes,
     store_heads,
 )
-from optimized.triton_support import OfflineCase
+from optimized.triton_support import (
+    OfflineCase,
+    begin,
+    launch,
+)
 
 
 @triton.jit
@@ -70,7 +74,9 @@ def qk_norm_rope_kernel(
     P: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     columns = tl.arange(0, P)[None, :]
@@ -125,7 +131,9 @@ def build(node: Any, knobs: QKKnobs | None):
         if q.numel() == 0:
             return q_out, k_out
         grid, arguments = launch_sizes(q, k, v, k_cache, v_cache, chosen)
-        qk_norm_rope_kernel[grid](
+        launch(
+            qk_norm_rope_kernel,
+            grid,
             q,
             k,
             v,

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.inductor import inductor_implementation
-from optimized.triton_support import OfflineCase, launch, outside_domain, row_stride
+from optimized.triton_support import (
+    OfflineCase,
+    launch,
+    let_next_start,
+    outside_domain,
+    previous_is_done,
+    row_stride,
+)
 
 MAX_WIDTH = 16384  # a row has to fit into the registers of one thread block
 MAX_ROWS = 16384  # tested up to here
@@ -107,7 +114,9 @@ def residual_boundary_kernel(
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     head = tl.arange(0, HEAD)
     in_head = head < D
     post_head = tl.load(post_ptr + head, mask=in_head, other=0.0)
@@ -118,6 +127,7 @@ def residual_boundary_kernel(
         post_tail = tl.load(post_ptr + tail, mask=in_tail, other=0.0)
         pre_tail = tl.load(pre_ptr + tail, mask=in_tail, other=0.0)
 
+    previous_is_done(PDL)
     first = tl.program_id(0).to(tl.int64) * ROWS
     for row in range(first, tl.minimum(first + ROWS, count)):
         y_row, h_row = y_ptr + row * y_stride, h_ptr + row * h_stride

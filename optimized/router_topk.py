@@ -23,7 +23,17 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from optimized.change import Change, Contract, Implementation, KnobValue
-from optimized.triton_support import OfflineCase, launch, outside_domain, sigmoid_fp32
+from optimized.triton_support import (
+    OfflineCase,
+    begin,
+    launch,
+    let_next_start,
+    outside_domain,
+    prefetch,
+    prefetch_chunks,
+    previous_is_done,
+    sigmoid_fp32,
+)
 
 MAX_TOKENS = 16  # beyond, a matrix product shares the weights between tokens
 MAX_EXPERTS = 1024  # one warp holds a token's scores
@@ -80,7 +90,13 @@ def router_logits_kernel(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    if ((tl.program_id(0) + 1) * ROWS <= E) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+        prefetch(weight_ptr + tl.program_id(0) * ROWS * D, ROWS * D * 4, CHUNKS, PDL)
+    previous_is_done(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
@@ -125,7 +141,9 @@ def router_choose_kernel(
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     token = tl.program_id(0)
     logits_row = logits_ptr + token * E
     MEMBERS: tl.constexpr = E // GROUPS
@@ -217,6 +235,7 @@ def build(node: Any, knobs: RouterKnobs | None):
             TOKENS=chosen.tokens,
             ROWS=chosen.rows,
             BLOCK=chosen.block,
+            CHUNKS=prefetch_chunks(chosen.rows * width * 4),
             num_warps=chosen.warps,
         )
         launch(
@@ -243,13 +262,15 @@ def build(node: Any, knobs: RouterKnobs | None):
 def offline_cases() -> list[OfflineCase]:
     """Beam's 256 experts: one token, and eight."""
     pointers = {"x_ptr": "*bf16", "weight_ptr": "*fp32", "logits_ptr": "*fp32"}
-    sizes = dict.fromkeys(("D", "E", "SPAN", "TOKENS", "ROWS", "BLOCK"), "constexpr")
-    signature = {**pointers, "x_stride": "i32:16", "count": "i32", **sizes}
+    sizes = ("D", "E", "SPAN", "TOKENS", "ROWS", "BLOCK", "CHUNKS")
+    signature = {**pointers, "x_stride": "i32:16", "count": "i32"}
+    signature |= dict.fromkeys(sizes, "constexpr")
     cases = []
     for tokens in (1, 8):
         knobs = RouterKnobs.heuristic({"N": tokens, "D": 5120})
         values = {"D": 5120, "E": 256, "SPAN": 5120}
         values |= {"TOKENS": knobs.tokens, "ROWS": knobs.rows, "BLOCK": knobs.block}
+        values |= {"CHUNKS": prefetch_chunks(knobs.rows * 5120 * 4)}
         cases.append(OfflineCase(router_logits_kernel, signature, values, knobs.warps))
     signature = dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*fp32")
     values = {"E": 256, "GROUPS": 8, "TOP_GROUPS": 4, "TOP_K": 8, "SLOTS": 8, "SPLITS": 1}

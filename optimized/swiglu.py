@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.inductor import inductor_implementation
-from optimized.triton_support import OfflineCase, launch, outside_domain, row_stride, silu_fp32
+from optimized.triton_support import (
+    OfflineCase,
+    begin,
+    launch,
+    outside_domain,
+    row_stride,
+    silu_fp32,
+)
 
 MAX_ELEMENTS = 2**31 - 2**16  # elements are numbered in int32, the last block included
 FEW_ELEMENTS = 1 << 18  # below, small blocks spread over more SMs
@@ -55,7 +62,9 @@ def swiglu_kernel(
     elements,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = index < elements
     row, column = (index // F).to(tl.int64), index % F

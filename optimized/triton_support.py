@@ -10,6 +10,7 @@ Rules for kernels: convert to FP32 before any arithmetic, round with `.to(tl.bfl
 reference does, and start kernels with `launch`, under which no product and sum are fused.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -30,11 +31,55 @@ LOG2_E_HIGH = tl.constexpr(1.4426950216293335)  # log2(e) rounded to FP32
 LOG2_E_LOW = tl.constexpr(1.9259629911783190e-08)  # and what that lacks
 
 
+# Programmatic dependent launch needs a Hopper GPU or a later one.
+DEPENDENT_SINCE = (9, 0)
+
+
+class DependentLaunch:
+    """Whether kernels start while the one before them still runs; `enabled` is for comparisons."""
+
+    enabled = True
+
+    @classmethod
+    def active(cls) -> bool:
+        return cls.enabled and not INTERPRETED and _can_launch_early()
+
+
+@functools.cache
+def _can_launch_early() -> bool:
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= DEPENDENT_SINCE
+
+
 def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, **constexprs: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    num_warps: int,
+    exact: bool = True,
+    **constexprs: Any,
 ) -> None:
-    """Run `kernel` on `grid` with every rounding as written."""
-    kernel[grid](*arguments, **constexprs, num_warps=num_warps, **EXACT)
+    """Run `kernel` on `grid` with every rounding as written.
+
+    `exact=False` lets the compiler fuse multiplications and additions: where all products are exact
+    it changes nothing. A kernel with an argument `PDL` promises to call `previous_is_done` before
+    it reads or writes anything but weights, and is started early where the GPU can.
+    """
+    options: dict[str, Any] = dict(EXACT) if exact else {}
+    if "PDL" in kernel.arg_names:
+        constexprs["PDL"] = DependentLaunch.active()
+        if constexprs["PDL"]:
+            options["launch_pdl"] = True
+    kernel[grid](*arguments, **constexprs, num_warps=num_warps, **options)
+
+
+def prefetch_chunks(nbytes: int) -> int:
+    """How many equal parts, multiples of 16 bytes, `nbytes` are prefetched in; at most 128."""
+    chunks = 128
+    while chunks and nbytes % (16 * chunks):
+        chunks //= 2
+    return chunks
 
 
 class OfflineCase(NamedTuple):
@@ -45,6 +90,45 @@ class OfflineCase(NamedTuple):
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
     num_warps: int
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Let the next kernel start as soon as all programs of this one have."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@triton.jit
+def previous_is_done(PDL: tl.constexpr):
+    """Wait for all that earlier kernels write. Before it only weights may be read: a kernel starts
+    when the one before it has started, so even that one's predecessor may still run."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """The start of a kernel that reads no weights of its own."""
+    let_next_start(PDL)
+    previous_is_done(PDL)
+
+
+@triton.jit
+def prefetch(pointer, BYTES: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr):
+    """Ask for `BYTES` of weights from `pointer` on to come to the L2 cache."""
+    if PDL:
+        if CHUNKS > 0:
+            SIZE: tl.constexpr = BYTES // CHUNKS
+            start = tl.arange(0, CHUNKS).to(tl.int64) * SIZE + pointer.to(tl.int64)
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, $2;",
+                "=r,l,r",
+                [start, tl.full([CHUNKS], SIZE, tl.int32)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @triton.jit

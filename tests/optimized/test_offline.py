@@ -50,6 +50,22 @@ def test_resources_are_plausible(rows):
         assert 0 <= resources.shared_bytes <= 227 * 1024
 
 
+def test_nothing_but_weights_is_touched_before_the_previous_kernel_is_done(rows):
+    """A kernel that starts early may read only what no kernel of the step writes. The boundary's
+    norm weights are loaded ahead; all other loads, and every store, come after the wait."""
+    used = [(r.kernel, r.resources) for r in rows if r.target in NVIDIA and r.resources]
+    assert len(used) > 30
+    waiting = [(kernel, r) for kernel, r in used if r.loads_before_wait is not None]
+    assert len(waiting) == len(used)
+    assert {r.stores_before_wait for _, r in waiting} == {0}
+    assert {k for k, r in waiting if r.loads_before_wait} == {"residual_boundary_kernel"}
+
+
+def test_kernels_wait_for_nothing_where_there_is_no_dependent_launch(rows):
+    amd = [r.resources for r in rows if r.target not in NVIDIA and r.resources]
+    assert amd and {r.loads_before_wait for r in amd} == {None}
+
+
 SPILLING = """
 import triton, triton.language as tl
 from optimized.offline import resources
