@@ -12,6 +12,9 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
+from optimized.domain import Domain
+from optimized.guards import limited
+
 log = logging.getLogger(__name__)
 
 KnobValue = int | str | bool | float
@@ -49,7 +52,8 @@ class Implementation:
     """One way to compute the region.
 
     `build(node, knobs)` returns the function that replaces `node.forward`, with its signature.
-    `guard(node, *args)` says why a call is outside the tested domain, or None where it is inside.
+    `guard(node, *args)` says why the kernel cannot take a call, or None; what it was tested on is
+    told by a `Domain`, on top.
     `prepare(parent, node)` runs once when the change is applied (weight packing); it may move
     parameters to other storage, never change their values or names.
     `unsupported(node, device_type)` says why it cannot serve this node at all, or None.
@@ -119,11 +123,16 @@ def share(model: nn.Module) -> nn.Module:
 
 
 def apply_change(
-    model: nn.Module, change: Change, backend: str, knobs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    change: Change,
+    backend: str,
+    knobs: Mapping[str, Any] | None = None,
+    domain: Domain | None = None,
 ) -> list[str]:
     """Replace every node of the change's region in `model`, in place; returns the nodes' names.
 
-    `knobs` maps shapes (`shape_key`) to tuned launch knobs; other shapes use the heuristic.
+    `knobs` maps shapes (`shape_key`) to tuned launch knobs; other shapes use the heuristic. Outside
+    `domain`, what the change was tested on, the reference runs; without one nothing is outside.
     A node inside one that is replaced stays as it is. A node that another change already replaced
     is a conflict and raises ValueError, as does a region without nodes to replace. The state dict
     keeps its names and shapes.
@@ -149,7 +158,18 @@ def apply_change(
     after = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if before != after:
         raise ValueError(f"change {change.name} altered the state dict's layout")
+    if domain is not None:
+        limit(model, change, domain)
     return names
+
+
+def limit(model: nn.Module, change: Change, domain: Domain) -> None:
+    """From now on, let `change`, which is applied to `model`, run inside `domain` only."""
+    said: set[str] = set()  # once for all nodes
+    for name in nodes(model, change.region):
+        node: Any = model.get_submodule(name)
+        if getattr(node, "applied", None) == change.name:
+            node.forward = limited(node.forward, node.replaces(), domain, change.name, said)
 
 
 def replace_forward(
@@ -178,9 +198,14 @@ def replace_forward(
                 log.warning("%s: the reference runs instead: %s", change.name, outside)
             return node(*args)
 
-    replaced.forward = forward
-    replaced.applied = change.name  # type: ignore[assignment]
-    replaced.contract = change.contract  # type: ignore[assignment]
+        forward.region = getattr(fast, "region", None)  # type: ignore[attr-defined]
+
+    made: Any = replaced
+    made.forward = forward
+    made.applied = change.name
+    made.contract = change.contract
+    made.replaces = lambda: node  # a module set here would become a part of the model
+    made.declines = (lambda *args: guard(node, *args)) if guard is not None else None
     return replaced
 
 

@@ -6,8 +6,11 @@ device = "NVIDIA H200"
 [[change]]
 name = "residual-boundary"
 backend = "triton"
+domain = [{"y" = {"kind" = "tensor", "dtype" = "bfloat16", "sizes" = [[1, 128], [5120, 5120]]}}]
 [change.knobs."D=5120,T=1"]
 num_warps = 8
+
+`domain` is what the change was tested on (`optimized.domain`); outside it the reference runs.
 """
 
 import json
@@ -20,6 +23,7 @@ from torch import nn
 
 from optimized.catalog import load_change
 from optimized.change import Change, KnobValue, apply_change
+from optimized.domain import Domain
 from optimized.inductor import inductor_change
 
 INDUCTOR = "inductor:"
@@ -27,11 +31,13 @@ INDUCTOR = "inductor:"
 
 @dataclass(frozen=True, kw_only=True)
 class Enabled:
-    """One line of a plan: a change by name, its backend, and its tuned launch knobs by shape."""
+    """One line of a plan: a change by name, its backend, its tuned launch knobs by shape, and the
+    domain on which it was tested (None: nowhere, so that only its own guard limits it)."""
 
     name: str
     backend: str
     knobs: dict[str, dict[str, KnobValue]] = field(default_factory=dict)
+    domain: Domain | None = None
 
     def change(self) -> Change:
         """The change itself; ValueError if no change has this name."""
@@ -58,6 +64,8 @@ class Plan:
         for change in self.changes:
             lines += ["", "[[change]]", f"name = {json.dumps(change.name)}"]
             lines.append(f"backend = {json.dumps(change.backend)}")
+            if change.domain is not None:
+                lines.append(f"domain = {_inline(change.domain.to_json())}")
             for shape, knobs in change.knobs.items():
                 lines.append(f"[change.knobs.{json.dumps(shape)}]")
                 lines += [f"{key} = {json.dumps(value)}" for key, value in knobs.items()]
@@ -68,16 +76,32 @@ class Plan:
         """Read a plan; ValueError in one line if it is not one."""
         try:
             data = tomllib.loads(path.read_text())
-            changes = tuple(Enabled(**entry) for entry in data.get("change", []))
+            changes = tuple(_enabled(entry) for entry in data.get("change", []))
             return cls(model=data["model"], device=data["device"], changes=changes)
-        except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a plan ({error}); see optimized/plan.py") from error
+
+
+def _enabled(entry: dict[str, Any]) -> Enabled:
+    domain = entry.get("domain")
+    return Enabled(**{**entry, "domain": None if domain is None else Domain.from_json(domain)})
+
+
+def _inline(value: Any) -> str:
+    """A JSON value without nulls as TOML on one line."""
+    if isinstance(value, dict):
+        items = (f"{json.dumps(key)} = {_inline(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_inline(item) for item in value) + "]"
+    return json.dumps(value)
 
 
 def apply_enabled(model: nn.Module, enabled: Enabled) -> list[str]:
     """Apply one line of a plan to `model` in place; returns the replaced nodes' names."""
     change = enabled.change()
-    return apply_change(model, change, enabled.backend, make_knobs(change, enabled))
+    knobs = make_knobs(change, enabled)
+    return apply_change(model, change, enabled.backend, knobs, enabled.domain)
 
 
 def make_knobs(change: Change, enabled: Enabled) -> dict[str, Any]:
