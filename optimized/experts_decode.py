@@ -26,9 +26,10 @@ from torch import Tensor
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.triton_support import (
     OfflineCase,
-    begin,
     launch,
+    let_next_start,
     outside_domain,
+    previous_is_done,
     silu_fp32,
 )
 
@@ -121,7 +122,8 @@ def experts_up_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    previous_is_done(PDL)
+    let_next_start(PDL)  # so the next kernel may read what this one waited for
     pair = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rows = (row < F)[:, None]
@@ -147,13 +149,25 @@ def experts_down_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    let_next_start(PDL)
     pair = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rows = (row < D)[:, None]
-    expert = tl.load(experts_ptr + pair)
+    expert = tl.load(experts_ptr + pair)  # chosen before `experts_up_kernel` let this one start
     weight_rows = weight_ptr + expert * (D * F) + row[:, None] * F
-    y = _dot_rows(weight_rows, hidden_ptr + pair * F, in_rows, F, ROWS, BLOCK)
+    columns = tl.arange(0, BLOCK)[None, :]
+    held = ()
+    for first in tl.static_range(0, F, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
+        inside = in_rows & (first + columns < F)
+        held = held + (tl.load(weight_rows + first + columns, mask=inside, other=0.0),)
+    previous_is_done(PDL)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.static_range(0, F, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
+        column = first + columns
+        x = tl.load(hidden_ptr + pair * F + column, mask=column < F, other=0.0).to(tl.float32)
+        weight = held[first // BLOCK].to(tl.float32)
+        total = tl.fma(weight, x.broadcast_to(ROWS, BLOCK), total)
+    y = tl.sum(total, axis=1)
     tl.store(y_ptr + pair * D + row, y.to(tl.bfloat16), mask=row < D)
 
 

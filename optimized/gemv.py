@@ -32,6 +32,7 @@ from optimized.triton_support import (
 
 MAX_ROWS = 16  # of x; more fill the tensor cores well enough for a library's kernel
 MAX_UNROLL = 32
+MAX_HELD = 160
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,23 +83,6 @@ class GemvKnobs:
 
 
 @triton.jit
-def _begin_with_weights(
-    w_ptr,
-    O,  # noqa: E741
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The start of a program: its weights are on their way while the previous kernel runs."""
-    let_next_start(PDL)
-    program = tl.program_id(0).to(tl.int64)
-    if (program + 1) * ROWS <= O:
-        prefetch(w_ptr + program * ROWS * D, ROWS * D * 2, CHUNKS, PDL)
-    previous_is_done(PDL)
-
-
-@triton.jit
 def gemv_kernel(
     x_ptr,
     w_ptr,
@@ -107,25 +91,40 @@ def gemv_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    _begin_with_weights(w_ptr, O, D, ROWS, CHUNKS, PDL)
+    """The first `HELD` blocks of the weights are in registers before the previous kernel is done."""
+    let_next_start(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     in_rows = (rows < O)[:, None]
     w_rows = w_ptr + rows.to(tl.int64)[:, None] * D
+    held = ()
+    for first in tl.static_range(0, HELD * BLOCK, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
+        held = held + (_weights(w_rows, first, columns, in_rows, D, BLOCK),)
+    previous_is_done(PDL)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.static_range(0, D, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
-        column = first + columns
-        if first + BLOCK <= D:
-            w = tl.load(w_rows + column[None, :], mask=in_rows, other=0.0)
-            x = tl.load(x_ptr + column)
+        if first < HELD * BLOCK:
+            w = held[first // BLOCK]
         else:
-            w = tl.load(w_rows + column[None, :], mask=in_rows & (column < D)[None, :], other=0.0)
-            x = tl.load(x_ptr + column, mask=column < D, other=0.0)
+            w = _weights(w_rows, first, columns, in_rows, D, BLOCK)
+        if first + BLOCK <= D:
+            x = tl.load(x_ptr + first + columns)
+        else:
+            x = tl.load(x_ptr + first + columns, mask=first + columns < D, other=0.0)
         total += w.to(tl.float32) * x.to(tl.float32)[None, :]
     tl.store(y_ptr + rows, tl.sum(total, axis=1).to(tl.bfloat16), mask=rows < O)
+
+
+@triton.jit
+def _weights(w_rows, first, columns, in_rows, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns `first` and on of some rows."""
+    column = first + columns
+    if first + BLOCK <= D:
+        return tl.load(w_rows + column[None, :], mask=in_rows, other=0.0)
+    return tl.load(w_rows + column[None, :], mask=in_rows & (column < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -145,7 +144,11 @@ def few_rows_kernel(
     PDL: tl.constexpr,
 ):
     """`WIDE` multiplies in FP32, for the interpreter, whose BF16 products are wrong."""
-    _begin_with_weights(w_ptr, O, D, ROWS, CHUNKS, PDL)
+    let_next_start(PDL)
+    program = tl.program_id(0).to(tl.int64)
+    if (program + 1) * ROWS <= O:
+        prefetch(w_ptr + program * ROWS * D, ROWS * D * 2, CHUNKS, PDL)
+    previous_is_done(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     tokens = tl.arange(0, 16)
@@ -171,6 +174,12 @@ def sizes(x: Tensor, outputs: int) -> dict[str, int]:
     return {"M": x.numel() // max(1, x.shape[-1]), "O": outputs, "D": x.shape[-1]}
 
 
+def held_blocks(knobs: GemvKnobs, width: int) -> int:
+    """How many of a row's blocks a thread can hold: `MAX_HELD` weights, half as many registers."""
+    a_block = knobs.rows * knobs.block // (32 * knobs.warps)
+    return min(triton.cdiv(width, knobs.block), MAX_HELD // max(1, a_block))
+
+
 def outside_rows(x: Tensor) -> str | None:
     """Why the kernels cannot read `x` [..., D], or None."""
     if row_stride(x) is None:
@@ -190,12 +199,13 @@ def multiply(x: Tensor, weight: Tensor, knobs: GemvKnobs | None = None) -> Tenso
     chosen = knobs or GemvKnobs.heuristic(shape)
     grid = (triton.cdiv(outputs, chosen.rows),)
     blocks: dict[str, Any] = {"D": width, "ROWS": chosen.rows, "BLOCK": chosen.block}
-    blocks |= {"CHUNKS": prefetch_chunks(chosen.rows * width * 2)}
     blocks |= {"num_warps": chosen.warps, "exact": False}  # products of BF16 are exact in FP32
     if shape["M"] == 1:
+        blocks["HELD"] = held_blocks(chosen, width)
         launch(gemv_kernel, grid, x, weight, y, outputs, **blocks)
     else:
         blocks |= {"STAGES": chosen.stages, "WIDE": INTERPRETED}
+        blocks |= {"CHUNKS": prefetch_chunks(chosen.rows * width * 2)}
         stride = row_stride(x)
         launch(few_rows_kernel, grid, x, weight, y, stride, shape["M"], outputs, **blocks)
     return y
@@ -209,11 +219,12 @@ def offline_cases() -> list[OfflineCase]:
         knobs = GemvKnobs.heuristic({"M": rows, "O": 1792, "D": 5120})
         values: dict[str, Any] = {"D": 5120, "ROWS": knobs.rows, "BLOCK": knobs.block}
         signature = {**pointers}
-        chunks = {"CHUNKS": prefetch_chunks(knobs.rows * 5120 * 2)}
         if rows > 1:
             signature |= {"x_stride": "i32:16", "M": "i32"}
             values |= {"STAGES": knobs.stages, "WIDE": False}
-        values |= chunks
+            values |= {"CHUNKS": prefetch_chunks(knobs.rows * 5120 * 2)}
+        else:
+            values["HELD"] = held_blocks(knobs, 5120)
         signature |= {"O": "i32:16", **dict.fromkeys(values, "constexpr")}
         kernel = gemv_kernel if rows == 1 else few_rows_kernel
         found.append(OfflineCase(kernel, signature, values, knobs.warps))
