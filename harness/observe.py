@@ -7,6 +7,7 @@ which integers its submodules returned are kept.
 import contextlib
 import warnings
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from harness.operators import is_real
 from harness.replay import named_arguments, named_results
 from harness.trees import bits, leaves
 
+# What a candidate in another process has to poison there: the results alike, and `poisoned`'s fill.
+POISON: ContextVar[tuple[list[Tensor], bool] | None] = ContextVar("POISON", default=None)
 POISON_COPIES = 4  # freed blocks of each result's size, filled with NaN, for the next call to get
 
 
@@ -45,9 +48,12 @@ def observe(node: nn.Module, reference: nn.Module, case: Case, fixed: set[int]) 
             result = node(*args, **kwargs)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+        except CandidateError:
+            raise
         except Exception as error:  # whatever a candidate raises is its failure, not ours
             first = (str(error).strip() or "no message").splitlines()[0]
             raise CandidateError(f"{type(error).__name__}: {first}") from error
+    integers.update(getattr(node.forward, "integers", {}))  # seen where the candidate ran
     return Observed(
         results={name: t.clone() for name, t in named_results(reference, result).items()},
         arguments=named_arguments(reference, args, kwargs),
@@ -88,6 +94,16 @@ def poisoned(results: dict[str, Tensor], *, fill: bool) -> Iterator[None]:
         for block in blocks:
             block.fill_(torch.nan if is_real(block.dtype) else -1)
         del blocks
+    token = POISON.set((list(results.values()), fill))
+    try:
+        with _filling(fill):
+            yield
+    finally:
+        POISON.reset(token)
+
+
+@contextlib.contextmanager
+def _filling(fill: bool) -> Iterator[None]:
     if not fill:
         yield
         return

@@ -1,0 +1,358 @@
+"""A candidate that runs in another process, as the judge sees it: a model that it can call.
+
+Every module of the tree hands its calls to the module of the same name in the worker. Arguments
+are written to shared memory, results and what became of the arguments are copied from it while the
+worker is stopped. What the worker says is data, and checked.
+"""
+
+import contextlib
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.confine import Limits
+from harness.errors import UserError
+from harness.handover import Block, Layout, decode, extent, pack, place, storages_of
+from harness.observe import POISON, CandidateError, checksum
+from harness.records import Verdict
+from harness.sandbox import Process, Protection, Server, require
+from harness.workload import free_bytes
+from optimized.change import Change, Contract, share
+
+IN_BYTES, OUT_BYTES = 1 << 24, 1 << 24  # to begin with
+SLACK = 1.5  # memory is made that much larger than asked for
+AUDITS = 1 / 8  # of calls run under a profiler that sees the reference being called
+FOREIGN = KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError
+
+
+class Sandbox:
+    """Runs candidates for one reference model. Use as a context manager.
+
+    `ipc` says how tensors on a card are handed over, once known: through CUDA IPC, or by copies in
+    host memory.
+    """
+
+    def __init__(
+        self,
+        reference: nn.Module,
+        device: torch.device,
+        *,
+        model: str | None = None,
+        limits: Limits | None = None,
+        required: bool = False,
+    ) -> None:
+        """`model` names the model's file. With `required`, a missing protection is a UserError."""
+        self.reference, self.device, self.required = reference, device, required
+        self.limits = limits or Limits()
+        self.model_file = str(Path(model).resolve()) if model and model.endswith(".py") else None
+        self.server = Server([model] if model else [])
+        tensors = [*reference.parameters(), *reference.buffers()]
+        self.storages = storages_of(tensors)
+        self.known = {key: index for index, key in enumerate(self.storages)}
+        self.ipc = device.type == "cuda"
+        self.weights: Block | None = None
+        self.layout, self.skeleton = Layout(), b""
+        self.protections: tuple[Protection, ...] = ()
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.server.close()
+        if self.weights is not None:
+            self.weights.close()
+
+    def open(self, change: str | None, backend: str | None = None) -> "Candidate":
+        """A worker with `change` (a name, or a change file's path) applied; None applies nothing.
+
+        UserError for what the user got wrong, CandidateError for what the candidate did.
+        """
+        try:
+            return Candidate(self, change, backend)
+        except NoIpc:
+            self.ipc = False
+            return Candidate(self, change, backend)
+
+    def start(self, files: dict[str, str]) -> Process:
+        readable = [self.model_file] if self.model_file else []
+        process = Process(self.server, self.limits, files, readable)
+        self.protections = process.protections
+        if self.required:
+            try:
+                require(process.protections)
+            except UserError:
+                process.close()
+                raise
+        return process
+
+    def give_weights(self, process: Process) -> None:
+        """Let a worker see the reference's weights: read-only in host memory, or the card's own."""
+        if self.weights is None:
+            self._fill_weights()
+        assert self.weights is not None
+        count = 0 if self.ipc else len(self.storages)
+        ticket, fds = self.weights.ticket()
+        message = {"op": "weights", "spots": self.layout.spots, "known": count}
+        told = process.ask(message, ticket, fds, seconds=self.limits.load_s)
+        if "error" in told:
+            raise CandidateError(told["error"])
+        if not self.ipc:
+            return
+        for storage in self.storages.values():
+            ticket, _ = card_ticket(storage)
+            told = process.ask({"op": "card"}, ticket, seconds=self.limits.load_s)
+            if "error" in told:
+                process.end("cannot map the card's memory")
+                self.weights = None
+                raise NoIpc(told["error"])
+
+    def _fill_weights(self) -> None:
+        self.layout = Layout()
+        if not self.ipc:
+            size = sum(t.nbytes for t in self.storages.values())
+            if size > free_bytes(torch.device("cpu")) // 2:
+                raise UserError(
+                    f"the weights take {size / 2**30:.0f} GiB, too many to copy for the sandbox; "
+                    "choose a smaller preset"
+                )
+            for storage in self.storages.values():
+                self.layout.add(storage)
+        self.skeleton = pack(self.reference, self.layout, self.known)
+        self.weights = Block(self.layout.end, torch.device("cpu"))
+        self.layout.write(self.weights.bytes)
+        self.weights.seal()
+
+    def checksums(self) -> list[tuple[int, int]]:
+        return [checksum(storage) for storage in self.storages.values()]
+
+
+def card_ticket(storage: Tensor) -> tuple[bytes, list[int]]:
+    block = Block.__new__(Block)
+    block.bytes, block.fd = storage, None
+    return block.ticket()
+
+
+class NoIpc(Exception):
+    """CUDA IPC does not work between this process and its workers."""
+
+
+class Candidate:
+    """One change in its worker. `change` is its data, without code; `model` a tree to call."""
+
+    def __init__(self, sandbox: Sandbox, change: str | None, backend: str | None) -> None:
+        self.sandbox, self.limits = sandbox, sandbox.limits
+        self.findings: dict[str, None] = {}
+        self.notes: dict[str, None] = {}
+        self.calls: dict[str, int] = {}
+        self.chance = random.Random()
+        files, name = {}, change
+        if change is not None and change.endswith(".py"):
+            files, name = _text_of(change)
+        self.process = sandbox.start(files)
+        self.blocks: dict[str, Block] = {}
+        try:
+            sandbox.give_weights(self.process)
+            for which, size in (("in", IN_BYTES), ("out", OUT_BYTES)):
+                self.grow(which, size)
+            self.sums = sandbox.checksums() if sandbox.ipc else []
+            self._load(name, backend)
+        except BaseException:
+            self.close()
+            raise
+        self.model = remote_tree(self)
+
+    def _load(self, change: str | None, backend: str | None) -> None:
+        message = {
+            "op": "load",
+            "change": change,
+            "backend": backend,
+            "device": self.sandbox.device.type,
+        }
+        blob = self.sandbox.skeleton
+        told = self.process.ask(message, blob, seconds=self.limits.load_s)
+        self.hear(told)
+        if "error" in told:
+            if told["error"].startswith("ValueError: "):
+                raise UserError(told["error"].removeprefix("ValueError: "))
+            raise CandidateError(told["error"])
+        self.change, self.backend, self.replaced = None, backend, []
+        if change is not None:
+            try:
+                contract = Contract(**told["contract"])
+                names = {key: str(told[key]) for key in ("name", "region", "summary")}
+                self.change = Change(**names, contract=contract, implementations=())
+                self.backend = str(told["backend"])
+                self.replaced = [str(name) for name in told["replaced"]]
+            except FOREIGN as error:
+                raise CandidateError("its contract is none") from error
+
+    def hear(self, answer: dict[str, Any]) -> None:
+        """Take in what the worker saw the candidate do."""
+        self.findings.update(dict.fromkeys(map(str, answer.get("faults", ()))))
+        self.notes.update(dict.fromkeys(map(str, answer.get("notes", ()))))
+        refusals = [str(text) for text in answer.get("refusals", ())]
+        self.notes.update(dict.fromkeys(refusals))
+        for name in answer.get("dispatched", ()):
+            if not refusals:
+                self.findings.setdefault(f"dispatches the reference: calls the {name} it replaces")
+
+    def grow(self, which: str, size: int) -> None:
+        """Make the memory `which` ("in" or "out") at least `size` bytes large."""
+        if which in self.blocks:
+            if self.blocks[which].size >= size:
+                return
+            self.blocks.pop(which).close()
+            size = int(size * SLACK)
+        block = Block(size, self.sandbox.device, ipc=self.sandbox.ipc)
+        self.blocks[which] = block
+        ticket, fds = block.ticket()
+        message = {"op": "memory", "which": which}
+        told = self.process.ask(message, ticket, fds, seconds=self.limits.load_s)
+        if "error" in told:
+            raise CandidateError(f"cannot map the judge's memory: {told['error']}")
+
+    def call(
+        self, node: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, list[Tensor]]]:
+        """Call a node there: its result and the integers its submodules returned, as copies; the
+        tensors of the arguments become what the call left in them."""
+        layout = Layout()
+        blob = pack((args, kwargs), layout, self.sandbox.known)
+        self.grow("in", layout.end)
+        layout.write(self.blocks["in"].bytes)
+        self.synchronize()
+        count = self.calls[node] = self.calls.get(node, 0) + 1
+        poison = POISON.get()
+        message = {
+            "op": "call",
+            "node": node,
+            "spots": layout.spots,
+            "poison": None if poison is None else [spot_like(t) for t in poison[0]],
+            "fill": poison is not None and poison[1],
+            "audit": count == 2 or self.chance.random() < AUDITS,
+        }
+        told = self.answer(message, blob)
+        with self.stopped():
+            changed = layout.read_back(self.blocks["in"].bytes)
+            value = self.collect(told)
+        if changed:
+            self.findings.setdefault(f"writes {changed} byte(s) outside its arguments")
+        if not isinstance(value, dict) or value.keys() != {"result", "integers"}:
+            raise CandidateError("handed over a result that is none")
+        return value["result"], value["integers"]
+
+    def answer(self, message: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
+        """Ask for something that ends with results in the memory "out"."""
+        told = self.process.ask(message, blob, seconds=self.limits.call_s)
+        self.hear(told)
+        if isinstance(need := told.get("need"), int):
+            if not 0 < need < free_bytes(self.sandbox.device) // 4:
+                raise CandidateError(f"returns {need >> 20} MiB, more than can be handed over")
+            self.grow("out", need)
+            told |= self.process.ask({"op": "again"}, seconds=self.limits.call_s)
+        for kind in ("error", "refused"):
+            if kind in told:
+                raise CandidateError(str(told[kind]))
+        return told
+
+    def collect(self, told: dict[str, Any]) -> Any:
+        """The handed-over result as copies of our own. The worker must be stopped."""
+        block, ours = self.blocks["out"].bytes, self.sandbox.device
+        try:
+            tensors = []
+            for spot in told["spots"]:
+                wanted = {name: spot[name] for name in ("offset", "dtype", "shape")}
+                where = str(spot["device"])
+                if where not in ("cpu", str(ours)):
+                    raise CandidateError(f"returns a tensor on {where}")
+                tensors.append(place(block, wanted).to(where, copy=True))
+            self.synchronize()
+            return decode(told["tree"], tensors)
+        except FOREIGN as error:
+            raise CandidateError("handed over a result that is none") from error
+
+    def stopped(self) -> "contextlib.ExitStack":
+        """While the context lasts, nothing of the candidate runs."""
+        self.process.freeze()
+        stack = contextlib.ExitStack()
+        stack.callback(self.process.thaw)
+        return stack
+
+    def synchronize(self) -> None:
+        if self.sandbox.device.type == "cuda":
+            torch.cuda.synchronize(self.sandbox.device)
+
+    def close(self) -> list[str]:
+        """End the worker; all findings about it."""
+        for finding in self.process.finish():
+            self.findings.setdefault(finding)
+        if getattr(self, "sums", None) and self.sums != self.sandbox.checksums():
+            self.findings.setdefault("changes the weights")
+            self.sums = []
+        for block in self.blocks.values():
+            block.close()
+        self.blocks = {}
+        return list(self.findings)
+
+    def judged(self, verdict: Verdict) -> Verdict:
+        """The verdict together with what was seen of the process: a fault, or findings."""
+        fault = self.process.fault
+        found = [fault] if fault and fault != "was ended" else list(self.findings)
+        notes = (*verdict.notes, *(f"it {note}" for note in self.notes))
+        if not found:
+            return replace(verdict, notes=notes)
+        numerics = "" if verdict.passed or fault else f"; its numbers: {verdict.reason}"
+        return replace(verdict, passed=False, reason="; ".join(found) + numerics, notes=notes)
+
+
+def spot_like(tensor: Tensor) -> dict[str, Any]:
+    """What it takes to make a tensor alike."""
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "nbytes": extent(tensor),
+        "device": str(tensor.device),
+    }
+
+
+def _text_of(change: str) -> tuple[dict[str, str], str]:
+    """A change file's text by its name, and the name."""
+    path = Path(change)
+    if not path.is_file():
+        raise UserError(f"no change file at {path}; give the path of a .py file or a known name")
+    try:
+        return {path.name: path.read_text()}, path.name
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text, so no change file") from error
+
+
+class RemoteForward:
+    """The forward of one module, in the worker. `integers` are what its submodules returned in the
+    last call."""
+
+    def __init__(self, candidate: Candidate, node: str) -> None:
+        self.candidate, self.node = candidate, node
+        self.integers: dict[str, list[Tensor]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result, self.integers = self.candidate.call(self.node, args, kwargs)
+        return result
+
+
+def remote_tree(candidate: Candidate) -> nn.Module:
+    """A tree over the reference's parameters whose every module calls its namesake there."""
+    tree = share(candidate.sandbox.reference)
+    for name, module in tree.named_modules():
+        module.forward = RemoteForward(candidate, name)
+    if candidate.change is not None:
+        for name in candidate.replaced:
+            node: Any = tree.get_submodule(name)
+            node.applied, node.contract = candidate.change.name, candidate.change.contract
+    return tree
