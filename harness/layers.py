@@ -4,6 +4,11 @@ Random-weight models with routing are chaotic: a free-running comparison at the 
 So the reference runs, and at each layer the candidate's layer gets a copy of the same arguments;
 results and cache writes are judged against the reference's, within that kind of layer's self-noise.
 Only one layer's copies exist at a time.
+
+A few steps are judged in full: noise, repeated calls on poisoned memory. Of the many decode steps
+that may follow, teacher-forced by the reference's own run, a layer call costs one call of the
+candidate; noise is measured at some of them for each layer and pooled by kind of layer, and a call
+that shows anything but rounding is judged in full.
 """
 
 import contextlib
@@ -16,19 +21,24 @@ from torch import Tensor, nn
 
 from harness import verdicts
 from harness.cases import Case, copied, storages
+from harness.drift import DECODES as DRIFT_DECODES
+from harness.drift import describe, drift
 from harness.examine import Examination
+from harness.forced import regular
 from harness.nodes import kind
+from harness.observe import CandidateError, observe, watching_integers
 from harness.policy import DEFAULT, Policy
 from harness.records import Verdict
-from harness.replay import Noise, Plan, replay
-from harness.routes import Deviations
-from harness.steps import steps
+from harness.routes import Deviations, routing
+from harness.steps import decode_label, steps
 from harness.trees import map_tensors
 from harness.workload import StepInputs, Workload
 from optimized.change import Contract
 
 FEWEST_RUNS = 2  # noise replays of one layer call
 STEPS_PER_MODEL = 5  # prefills and decodes that harness.steps yields for its small sizes
+DECODES = 32  # teacher-forced decode steps of a full verdict
+NOISY_CALLS = 8  # of them, the fewest of a kind of layer at which noise is measured
 
 
 def layer_names(model: nn.Module) -> list[str]:
@@ -46,12 +56,16 @@ def judge_model(
     seed: int,
     *,
     per_kind: int | None = None,
+    full: bool = False,
+    drifts: bool = True,
     policy: Policy = DEFAULT,
 ) -> Verdict:
     """Judge the layers of `candidate`, which shares parameters with `reference`.
 
     Roundings that the contracts of its applied changes declare to add count as noise. With
     `per_kind`, only so many layers of each kind, drawn from `seed`, are judged; the notes say so.
+    A `full` verdict follows the prefill with DECODES teacher-forced decode steps, and its drift
+    covers decode steps and forced routes; `drifts` leaves the drift out where False.
     """
     contract = joint_contract(candidate)
     exam = Examination(contract, storages(reference, candidate), seed)
@@ -64,19 +78,33 @@ def judge_model(
         chosen = draw(reference, names, per_kind, seed)
         exam.notes.append(f"judged {len(chosen)} of {len(names)} layers: {', '.join(chosen)}")
         names = chosen
-    judge = _Layers(exam, reference, candidate, names, policy.permutations)
-    first: StepInputs | None = None
-    for label, inputs in steps(workload, seed, sizes=False):
-        if first is None:
-            first = map_tensors(torch.clone, inputs)
+    decodes = DECODES if full else 1
+    judge = _Layers(exam, reference, candidate, names, policy.permutations, decodes)
+    for label, inputs in steps(workload, seed, sizes=False, decodes=decodes):
         judge.run(label, inputs)
         if exam.faults.reason is not None:
             break
     if judge.unreached:
         exam.notes.append(f"never called: {', '.join(sorted(judge.unreached))}")
-    if first is not None and exam.faults.reason is None:
-        exam.notes.append(drift(reference, candidate, first, seed))
-    return verdicts.verdict(exam, "model", [])
+    if full and exam.faults.reason is None:
+        exam.notes.append(
+            f"one prefill and {decodes} teacher-forced decodes after it; noise was measured in "
+            f"{judge.noisy} of {judge.light + judge.noisy} layer calls of the last {decodes - 1}"
+        )
+    made = None
+    if drifts and exam.faults.reason is None:
+        made = drift(
+            reference,
+            candidate,
+            names=layer_names(reference),
+            inputs=steps(workload, seed, sizes=False, decodes=DRIFT_DECODES),
+            decodes=DRIFT_DECODES if full else 0,
+            seed=seed,
+            forced=full,
+        )
+        exam.notes += describe(made)
+    found = routing(list(judge.deviations.values()))
+    return verdicts.verdict(exam, "model", [], routing=found, drift=made)
 
 
 def draw(model: nn.Module, names: list[str], per_kind: int, seed: int) -> list[str]:
@@ -115,6 +143,7 @@ class _Layers:
         candidate: nn.Module,
         names: list[str],
         permutations: int,
+        decodes: int,
     ) -> None:
         self.exam, self.reference, self.candidate, self.names = exam, reference, candidate, names
         self.unreached = set(names)
@@ -125,18 +154,41 @@ class _Layers:
         calls = {m[0]: len(m) * STEPS_PER_MODEL for m in self.kinds.values()}
         self.runs = {n: max(FEWEST_RUNS, -(-permutations // c)) for n, c in calls.items()}
         self.deviations = {n: Deviations() for n in calls}
+        self.later = [decode_label(n) for n in range(1, decodes)]  # judged lightly
+        self.noisy_runs: dict[str, int] = {}
+        self.measured = self._schedule(permutations)  # noise, by layer: in which of the later steps
+        self.light = self.noisy = 0  # layer calls
         self.waiting: dict[str, Case] = {}
+        self.integers: dict[str, dict[str, list[Tensor]]] = {}
+        self.loose: set[str] = set()  # kinds of layers whose decodes write in conflict
         self.busy = False
+
+    def _schedule(self, permutations: int) -> dict[str, set[str]]:
+        """Each layer gets its own of the later steps, spread over all of them."""
+        found: dict[str, set[str]] = {}
+        if not self.later:
+            return found
+        for members in self.kinds.values():
+            each = min(len(self.later), -(-NOISY_CALLS // len(members)))
+            calls = each * len(members)
+            self.noisy_runs[members[0]] = max(FEWEST_RUNS, -(-permutations // calls))
+            for i, name in enumerate(members):
+                at = (i + len(members) * n for n in range(each))
+                found[name] = {self.later[a * len(self.later) // calls] for a in at}
+        return found
 
     def run(self, label: str, inputs: StepInputs) -> None:
         """One step of the reference, all layers judged on the way."""
+        later = label in self.later
         with contextlib.ExitStack() as stack, torch.no_grad():
             for name in self.names:
                 layer = self.reference.get_submodule(name)
+                if later:
+                    self.integers[name] = stack.enter_context(watching_integers(layer))
                 before = layer.register_forward_pre_hook(
                     self._before(name, label), with_kwargs=True
                 )
-                after = layer.register_forward_hook(self._after(name))
+                after = layer.register_forward_hook(self._after(name, later), with_kwargs=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
             self.reference(*inputs.args)
@@ -151,53 +203,55 @@ class _Layers:
 
         return hook
 
-    def _after(self, name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+    def _after(self, name: str, later: bool) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             case = self.waiting.pop(name, None)
             if case is None or self.busy:
                 return
             self.unreached.discard(name)
             self.busy = True  # the judge calls the layer again
             try:
-                self._judge(name, case)
+                if later:
+                    self._judge_lightly(name, case, (args, kwargs, result))
+                else:
+                    member = self.kind_of[name]
+                    self._judge(name, case, f"{member}: ", self.runs[member])
             finally:
                 self.busy = False
 
         return hook
 
-    def _judge(self, name: str, case: Case) -> None:
-        exam, member = self.exam, self.kind_of[name]
-        exam.prefix = f"{member}: "
+    def _judge(self, name: str, case: Case, prefix: str, runs: int) -> None:
+        """One layer call in full, with `runs` noise replays."""
+        exam, deviations = self.exam, self.deviations[self.kind_of[name]]
+        exam.prefix, deviations.where = prefix, f"{name}, {case.name}"
         ours, mine = self.reference.get_submodule(name), self.candidate.get_submodule(name)
         prepared = exam.prepare(ours, case, as_is=True)
-        deviations = self.deviations[member]
-        exam.measure_noise(ours, prepared, self.runs[member], deviations)
+        if case.name in (decode_label(0), *self.later):
+            if any(bool(t.any()) for t in prepared.first.unspecified.values()):
+                self.loose.add(self.kind_of[name])
+        exam.measure_noise(ours, prepared, runs, deviations)
         exam.judge(ours, mine, prepared, deviations)
 
-
-def drift(reference: nn.Module, candidate: nn.Module, inputs: StepInputs, seed: int) -> str:
-    """How far the candidate's free-running result is from the reference's, beside how far the
-    reference's own is under permuted reductions: a finding, not a gate."""
-    with torch.no_grad():
-        ours = _logits(reference(*map_tensors(torch.clone, inputs).args))
-        theirs = _logits(candidate(*map_tensors(torch.clone, inputs).args))
-        noisy = replay(reference, inputs.args, Plan(noise=Noise(seed=seed)))
-    own = _logits(next(iter(noisy.outputs.values())))
-    return (
-        f"free-running prefill: {_distance(theirs, ours)}; "
-        f"the reference against itself under noise: {_distance(own, ours)}"
-    )
-
-
-def _logits(result: Any) -> Tensor:
-    while not isinstance(result, Tensor):
-        result = result[0]
-    return result.double()
-
-
-def _distance(a: Tensor, b: Tensor) -> str:
-    difference = float((a - b).norm() / b.norm())
-    p, q = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
-    divergence = float((q.exp() * (q - p)).sum(-1).mean())
-    flips = int((a.argmax(-1) != b.argmax(-1)).sum())
-    return f"relative {difference:.2g}, KL {divergence:.2g}, {flips} top-1 flip(s)"
+    def _judge_lightly(self, name: str, case: Case, done: tuple[Any, Any, Any]) -> None:
+        """One layer call of many: the candidate's against what the reference has just done."""
+        exam, member = self.exam, self.kind_of[name]
+        prefix = f"{member}, later decodes: "
+        if case.name in self.measured[name]:
+            self.noisy += 1
+            return self._judge(name, case, prefix, self.noisy_runs[member])
+        self.light += 1
+        ours, mine = self.reference.get_submodule(name), self.candidate.get_submodule(name)
+        compared = None
+        if member in self.loose:  # which elements count is known by a replay
+            return self._judge(name, case, prefix, 0)
+        with contextlib.suppress(CandidateError):  # the full judgement says which
+            seen = observe(mine, ours, case, exam.fixed)
+            compared = regular(ours, case, done, self.integers[name], seen, exam.fixed)
+        if compared is None:
+            return self._judge(name, case, prefix, 0)
+        exam.prefix = prefix
+        for output, theirs, reference, mask in compared.tensors:
+            exam.tally(output).add(f"{name}, {case.name}", theirs, reference, mask)
+        self.deviations[member].rows += compared.rows
+        exam.cases += 1

@@ -8,9 +8,11 @@ import hashlib
 import json
 import types
 import typing
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, Self
+
+from optimized.domain import Domain
 
 SCHEMA = 1
 
@@ -25,7 +27,7 @@ class Record:
     """Base of all records: to and from JSON, and a content hash."""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload]
+        return _encode(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
@@ -47,6 +49,19 @@ class Record:
         return content_hash(self.to_json())
 
 
+def _encode(value: Any) -> Any:
+    """JSON of a record and all it holds; tuples stay tuples."""
+    if isinstance(value, Domain):
+        return value.to_json()
+    if is_dataclass(value):
+        return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_encode(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _encode(item) for key, item in value.items()}
+    return value
+
+
 def content_hash(data: Any) -> str:
     text = json.dumps(data, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -66,6 +81,8 @@ def _decode(hint: Any, value: Any) -> Any:
     if origin is dict:
         return {k: _decode(args[1], v) for k, v in value.items()}
     if isinstance(hint, type):
+        if hint is Domain:
+            return Domain.from_json(value)
         if issubclass(hint, Record) and is_dataclass(hint):
             return hint.from_json(value)
         if issubclass(hint, StrEnum):
@@ -158,6 +175,61 @@ class PointReport(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Flip(Record):
+    """One row that was routed otherwise than the reference routes it."""
+
+    where: str  # module and step
+    output: str  # the submodule that chose, or the output's name
+    row: int
+    margin: float | None  # between the values of what each chose; None: the reference masks it out
+    limit: float  # the most that noise explains; a larger margin fails
+
+    @property
+    def excess(self) -> float:
+        """By how much the margin is above what noise explains; at most 0 for a near-tie."""
+        return float("inf") if self.margin is None else self.margin - self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing(Record):
+    """All choices that were compared; `flips` lists the largest margins first, and at most some."""
+
+    rows: int
+    flipped: int
+    flips: tuple[Flip, ...] = ()
+
+    @property
+    def largest(self) -> Flip | None:
+        """The flip whose margin is furthest from being a near-tie."""
+        return self.flips[0] if self.flips else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriftRow(Record):
+    """A free-running model against the reference, over one kind of step."""
+
+    of: str  # "result": the candidate; "reference": the reference itself under noise
+    routes: str  # "free", or "forced": every choice taken from the reference's run
+    step: str  # "prefill" or "decode"
+    layers: tuple[float, ...]  # ||x - reference|| / ||reference|| after each layer
+    kl_mean: float  # nats, of the reference's next-token distribution from the other
+    kl_max: float
+    flips: int  # of the most likely token
+    tokens: int  # how many distributions were compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift(Record):
+    """How far a model drifts from the reference when nothing is corrected: a finding, no gate."""
+
+    layers: tuple[str, ...]
+    decodes: int  # decode steps after the prefill, fed the same tokens
+    seed: int
+    rows: tuple[DriftRow, ...]
+    unforced: str | None = None  # why routes could not be forced
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict(Record):
     """The numerical verdict on one change; it has a `reason` exactly when it did not pass."""
 
@@ -169,6 +241,10 @@ class Verdict(Record):
     outputs: tuple[UlpReport, ...]
     points: tuple[PointReport, ...]
     notes: tuple[str, ...] = ()
+    routing: Routing | None = None
+    drift: Drift | None = None
+    targets: tuple[str, ...] = ()  # timed steps of which calls were to be judged, too
+    domain: Domain | None = None  # the calls on which a region was judged; outside, it says nothing
 
     def __post_init__(self) -> None:
         if self.passed != (self.reason is None):
@@ -191,6 +267,48 @@ class Proposal(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AuditedCall(Record):
+    """The timed executable run once on inputs drawn afterwards, against its module; it has a
+    `reason` exactly when they did not agree."""
+
+    step: str  # "decode" or "prefill"
+    when: str  # "among the timed calls" or "after timing"
+    seed: int  # of the inputs
+    compared_with: str  # what the module was run as
+    reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clocks(Record):
+    """One step timed from inside its stream and from outside, in turns."""
+
+    inside_us: float
+    outside_us: float  # slope of N and 2 N runs by another clock
+    difference_us: float  # median of outside - inside
+    spread_us: float  # what noise alone shows of that
+    gap_us: float  # what starting a run may cost in one of the two
+    reason: str | None  # why they cannot both be true
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(Record):
+    """Whether what was timed is what was judged, and took the time it seems to have taken."""
+
+    calls: tuple[AuditedCall, ...]
+    clocks: Clocks | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """The first thing that was wrong, or None."""
+        for call in self.calls:
+            if call.reason is not None:
+                return f"{call.step}, {call.when}: {call.reason}"
+        if self.clocks is not None and self.clocks.reason is not None:
+            return self.clocks.reason
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attempt(Record):
     """A change that was tried, and what came of it."""
 
@@ -210,6 +328,7 @@ class Attempt(Record):
     parent: str | None  # id of the last kept attempt
     seconds: float
     generated_source: str | None = None  # file in the run directory, for compiled regions
+    audit: Audit | None = None
 
     def __post_init__(self) -> None:
         passed = self.region_verdict is not None and self.region_verdict.passed

@@ -1,19 +1,29 @@
 """Routing flips: integer results may differ only where the reference's own margin is noise."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from harness.operators import is_real
+from harness.records import Flip, Routing
 from harness.replay import Choice, Run
+
+LISTED = 32  # flips in a record; the largest margins of more
 
 
 @dataclass
 class Deviations:
-    """How far noise moves what is sorted, relative to the largest of it, by the sort's order."""
+    """How far noise moves what is sorted, relative to the largest of it, by the sort's order; and
+    what the comparisons of integer results found: how many rows, how many of them differed, and
+    those that are furthest from a near-tie."""
 
     relative: dict[int, float] = field(default_factory=dict)
+    rows: int = 0
+    flipped: int = 0
+    flips: list[Flip] = field(default_factory=list)
+    where: str = ""  # the call that is being compared
 
     def add(self, first: Run, perturbed: Run) -> None:
         for i, (a, b) in enumerate(zip(first.choices, perturbed.choices, strict=False)):
@@ -27,24 +37,91 @@ class Deviations:
             share = float(apart.max() / size) if float(size) else 0.0
             self.relative[i] = max(self.relative.get(i, 0.0), share)
 
-    def near_ties(self, choices: list[Choice], rows: int) -> Tensor | None:
-        """Which of `rows` rows have a choice whose margin is within noise; None if no choice is
-        made by these rows."""
-        found = None
+    def note(self, output: str, differs: Tensor, margin: Tensor, limit: Tensor) -> Flip:
+        """Count the rows that differ and list the worst of them; returns the very worst."""
+        self.flipped += int(differs.sum())
+        excess = (margin - limit).masked_fill(~differs, -torch.inf)
+        at = excess.sort(descending=True, stable=True).indices[: min(LISTED, int(differs.sum()))]
+        facts = zip(at.tolist(), margin[at].tolist(), limit[at].tolist(), strict=True)
+        made = [
+            Flip(where=self.where, output=output, row=row, margin=_finite(m), limit=most)
+            for row, m, most in facts
+        ]
+        self.flips = sorted(self.flips + made, key=lambda f: f.excess, reverse=True)[:LISTED]
+        return made[0]
+
+    def margins(
+        self, choices: list[Choice], ours: Tensor, mine: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """By row of two integer results [..., k]: how far apart, in the reference's own values,
+        what it chose and what the candidate chose are, and how far noise explains.
+
+        If noise moves every value by at most d, what a perturbed order puts in some place is at
+        most 2 d from what belongs there. A choice among values that an earlier one masked out, and
+        one that is not read off a sort's order, needs a near-tie in some sort. None if these rows
+        sort nothing.
+        """
+        rows = ours.shape[:-1].numel()
+        a, b = ours.reshape(rows, -1), mine.reshape(rows, -1)
+        direct: tuple[Tensor, Tensor] | None = None
+        others: list[tuple[Tensor, Tensor]] = []
         for i, choice in enumerate(choices):
             values = choice.values.double()
             if values.shape[:-1].numel() != rows or values.shape[-1] < 2:
                 continue
+            values = values.reshape(rows, -1)
             finite = torch.isfinite(values)
-            size = values.abs().masked_fill(~finite, 0.0).max() if values.numel() else 0.0
+            size = values.abs().masked_fill(~finite, 0.0).max()
+            limit = (2 * self.relative.get(i, 0.0) * size).expand(rows)  # either may move
             ordered = values.masked_fill(~finite, -torch.inf).sort(-1, descending=True).values
+            if direct is None and _reads(values, ordered, a):
+                direct = _apart(values, ordered, a, b), limit
+                continue
             last = min(choice.kept + 1, values.shape[-1])
-            margins = ordered[..., : last - 1] - ordered[..., 1:last]
-            margins = margins.nan_to_num(nan=torch.inf)  # between two that were masked out
-            limit = 2 * self.relative.get(i, 0.0) * size  # either may move
-            near = (margins <= limit).any(-1).reshape(-1)
-            found = near if found is None else found | near
-        return found
+            between = ordered[..., : last - 1] - ordered[..., 1:last]
+            # NaN between two that were masked out
+            others.append((between.nan_to_num(torch.inf, torch.inf).amin(-1), limit))
+        return _merged(direct, others)
+
+
+def _reads(values: Tensor, ordered: Tensor, chosen: Tensor) -> bool:
+    """Whether `chosen` [rows, k] are the places of the largest `values` [rows, n]."""
+    k, n = chosen.shape[-1], values.shape[-1]
+    if k > n or not bool(((chosen >= 0) & (chosen < n)).all()):
+        return False
+    found = values.gather(-1, chosen.long()).sort(-1, descending=True).values
+    return torch.equal(found, ordered[..., :k])
+
+
+def _apart(values: Tensor, ordered: Tensor, ours: Tensor, mine: Tensor) -> Tensor:
+    """The largest difference between what two results chose, place by place; sets that are not in
+    order are sorted first. Infinite where an index is out of range or was masked out."""
+    n = values.shape[-1]
+    bad = ((mine < 0) | (mine >= n)).any(-1)
+    a, b = values.gather(-1, ours.long()), values.gather(-1, mine.long().clamp(0, n - 1))
+    if not torch.equal(a, ordered[..., : a.shape[-1]]):
+        a, b = a.sort(-1, descending=True).values, b.sort(-1, descending=True).values
+    repeated = (mine.sort(-1).values.diff(dim=-1) == 0).any(-1)  # chosen twice
+    apart = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf).amax(-1)
+    return apart.masked_fill(bad | repeated, torch.inf)
+
+
+def _merged(
+    direct: tuple[Tensor, Tensor] | None, others: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor] | None:
+    """The direct margins, and where they are infinite, or missing, the others' closest to a tie."""
+    if direct is None and not others:
+        return None
+    found = direct
+    for margin, limit in others:
+        if found is None:
+            found = margin, limit
+            continue
+        take = margin - limit < found[0] - found[1]
+        if direct is not None:
+            take = take & torch.isinf(direct[0])
+        found = torch.where(take, margin, found[0]), torch.where(take, limit, found[1])
+    return found
 
 
 @dataclass
@@ -59,7 +136,8 @@ class Flips:
 def find_flips(
     pairs: list[tuple[str, Tensor, Tensor]], choices: list[Choice], deviations: Deviations
 ) -> Flips:
-    """Compare integer results (name, reference's, candidate's), row by row."""
+    """Compare integer results (name, reference's, candidate's), row by row; `deviations` keeps
+    count, and lists what differs."""
     flips = Flips()
     for name, ours, theirs in pairs:
         if ours.shape != theirs.shape:
@@ -68,20 +146,40 @@ def find_flips(
         if not ours.ndim or not ours.numel() or is_real(ours.dtype):
             continue
         differs = (ours != theirs).reshape(-1, ours.shape[-1]).any(-1)
+        deviations.rows += differs.numel()
         if not bool(differs.any()):
             continue
-        near = deviations.near_ties(choices, differs.numel())
-        bad = differs if near is None else differs & ~near
-        if bool(bad.any()) and flips.unexplained is None:
-            row = int(bad.nonzero()[0])
+        found = deviations.margins(choices, ours, theirs)
+        if found is None:
+            none = torch.zeros_like(differs, dtype=torch.float64)
+            found = none + torch.inf, none
+        worst = deviations.note(name, differs, *found)
+        bad = int((differs & ~(found[0] <= found[1])).sum())
+        if bad and flips.unexplained is None:
+            far = "masked out" if worst.margin is None else f"{worst.margin:.3g}"
             flips.unexplained = (
-                f"{name} routes {int(bad.sum())} row(s) differently, row {row} first, "
-                "where the reference's margin is above its self-noise"
+                f"{name} routes {bad} row(s) differently, row {worst.row} worst, where the "
+                f"reference's margin is above its self-noise ({far}, {worst.limit:.3g} is noise)"
             )
         flips.count += int(differs.sum())
         if flips.rows is None or flips.rows.numel() == differs.numel():
             flips.rows = differs if flips.rows is None else flips.rows | differs
     return flips
+
+
+def _finite(margin: float) -> float | None:
+    return margin if math.isfinite(margin) else None
+
+
+def routing(found: list[Deviations]) -> Routing | None:
+    """The record of all comparisons; None if nothing returns a choice."""
+    rows = sum(d.rows for d in found)
+    flips = [flip for d in found for flip in d.flips]
+    flips.sort(key=lambda flip: flip.excess, reverse=True)
+    if not rows:
+        return None
+    flipped = sum(d.flipped for d in found)
+    return Routing(rows=rows, flipped=flipped, flips=tuple(flips[:LISTED]))
 
 
 def kept_rows(flipped: Tensor | None, like: Tensor) -> Tensor | None:

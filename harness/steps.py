@@ -19,6 +19,11 @@ PROBES = 97, 193  # two capacities, to tell fixed cache lengths from growing one
 LabelledStep = tuple[str, StepInputs]
 
 
+def decode_label(n: int) -> str:
+    """Of the n-th decode step after the prefill, counted from 0."""
+    return "decode after it" if n == 0 else f"decode {n + 1} after it"
+
+
 def window_edges(workload: Workload) -> tuple[int, ...]:
     """Positions around the end of each fixed-length cache: W - 1, W, W + 1 for slots of W or W + 1.
 
@@ -48,23 +53,26 @@ def steps(
     seed: int,
     *,
     sizes: bool = True,
+    decodes: int = 1,
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[LabelledStep]:
     """Labelled inputs; later steps may continue the caches of earlier ones, so run them in order.
 
+    The prefill is followed by `decodes` decode steps of one token after the other.
     With `sizes`, also larger batches, a target's own context and, where memory allows, a million
     positions.
     """
     maker = _Maker(workload, torch.Generator(workload.device).manual_seed(seed))
     edges = window_edges(workload)
     length = prompt_length(edges)
-    room = max((*edges, 0)) + 2 * length + 2
+    room = max((*edges, 0)) + 2 * length + 1 + decodes
     cache = maker.cache(BATCH, room, random=False)
     lengths = [length, max(1, length - 5), 1]
     positions = torch.arange(length).repeat(BATCH, 1)
     ragged = positions.masked_fill(positions >= torch.tensor(lengths)[:, None], -1)
     yield "ragged prefill", maker.inputs(ragged, cache)
-    yield "decode after it", maker.inputs(torch.tensor(lengths)[:, None], cache)
+    for n in range(decodes):
+        yield decode_label(n), maker.inputs(torch.tensor(lengths)[:, None] + n, cache)
     around = list(edges[-BATCH:]) or list(range(BATCH))
     around = (around * BATCH)[:BATCH]
     at_edges = maker.cache(BATCH, room, random=True)

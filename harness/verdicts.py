@@ -7,7 +7,7 @@ from harness import bounds
 from harness.compare import Tally
 from harness.examine import Evidence, Examination
 from harness.explain import Explanation, Sample, explain
-from harness.records import PointReport, UlpReport, Verdict
+from harness.records import Drift, PointReport, Routing, UlpReport, Verdict
 
 NOT_VISIBLE = "not visible"
 NEITHER = "neither"  # most elements equal neither replay: something else is wrong
@@ -15,7 +15,13 @@ OPPOSITE = {"kept": "elided", "elided": "kept", "added": "kept"}
 
 
 def verdict(
-    exam: Examination, scope: str, samples: list[Sample], backend: str | None = None
+    exam: Examination,
+    scope: str,
+    samples: list[Sample],
+    backend: str | None = None,
+    *,
+    routing: Routing | None = None,
+    drift: Drift | None = None,
 ) -> Verdict:
     """The record, from all that was pooled."""
     if not exam.cases:
@@ -54,6 +60,8 @@ def verdict(
         outputs=outputs,
         points=points,
         notes=tuple(notes),
+        routing=routing,
+        drift=drift,
     )
 
 
@@ -109,12 +117,17 @@ def output_report(exam: Examination, tally: Tally) -> UlpReport:
 def distance_limit(tally: Tally, case: str, elements: int) -> float:
     """The largest scaled distance that is noise: the largest that noise showed in the same case, or
     in all typical ones for one of them, taken on to the false-alarm level, and one ULP, the least
-    by which two roundings differ."""
+    by which two roundings differ. Cases without noise replays of their own are typical ones, and
+    pooled."""
     noise = tally.noise.get(case)
-    if noise is None or not noise.draws:
-        return 1.0
-    group = [n for n in tally.noise.values() if n.typical] if noise.typical else [noise]
+    if noise is None:
+        elements = tally.elements
+    group = [noise] if noise else []
+    if noise is None or noise.typical:
+        group = [n for n in tally.noise.values() if n.typical]
     draws = sum(n.draws for n in group)
+    if not draws:
+        return 1.0
     return 1.0 + max(n.worst for n in group) * bounds.extreme_factor(elements, draws)
 
 
