@@ -75,6 +75,7 @@ class RegionCases:
     measured: Examination  # of no candidate: its noise, names and notes
     kept: list[NodeCases] | None = None
     kills: Counter[str] = field(default_factory=Counter)  # by node and case
+    deviations: dict[str, Deviations] = field(default_factory=dict)  # of sorted values, by node
 
     @classmethod
     def prepare(
@@ -184,6 +185,7 @@ class RegionCases:
         calls = _calls(self.recorded, name)
         cases = calls + (self._derived(node, calls) if name == self.derived_from else [])
         ready = NodeCases(name, node, calls, [], Deviations(), [])
+        self.deviations[name] = ready.deviations
         flips = 0
         for case in cases:
             runs = self.runs if case.typical else EDGE_RUNS

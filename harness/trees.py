@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+VECTOR = 16  # bytes of the widest load
+
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every tensor of `tree` with its path, such as "cache.k" or "[1]", in a fixed order."""
@@ -61,14 +63,19 @@ def _holds_tensors(tree: Any) -> bool:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """A copy in storage of its own that keeps the strides, also those of a slice with gaps."""
+    """A copy in storage of its own that lies as the tensor does: with the strides of a slice with
+    gaps or of an expanded tensor, and at an address that is as far from a multiple of 16 bytes."""
     if torch.is_floating_point(tensor) and isinstance(tensor, nn.Parameter):
         tensor = tensor.detach()
-    if 0 in tensor.shape or 0 in tensor.stride() or tensor.is_contiguous():
+    offset = tensor.data_ptr() % VECTOR // tensor.element_size()
+    if 0 in tensor.shape or (tensor.is_contiguous() and not offset):
         return tensor.clone()
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    room = torch.zeros(span, dtype=tensor.dtype, device=tensor.device)
-    return room.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+    room = torch.zeros(offset + span, dtype=tensor.dtype, device=tensor.device)
+    copy = room.as_strided(tensor.shape, tensor.stride(), offset)
+    once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
+    copy[once].copy_(tensor[once])  # what an expanded tensor repeats exists once
+    return copy
 
 
 def bits(tensor: Tensor) -> Tensor:

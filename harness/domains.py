@@ -1,0 +1,178 @@
+"""On which calls a change was tested, and the calls of the steps that are timed among them.
+
+What a verdict's cases look like is collected while they are judged. The steps that a run times are
+larger than those cases, so one of them is run with the reference, and at the first call of each
+kind of node the candidate gets the same arguments. Its results are compared with the reference's
+within the noise that the region's own replays showed; larger replays are not made, save where the
+contract departs from the reference's roundings. Only one call's copies exist at a time.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness import verdicts
+from harness.cases import Case, storages
+from harness.compare import SelfNoise
+from harness.examine import Examination, Prepared
+from harness.nodes import pick_nodes
+from harness.observe import Observed
+from harness.records import Verdict
+from harness.region import RegionCases
+from harness.routes import Deviations
+from harness.workload import Target, Workload, free_bytes
+from optimized.domain import Domain, Facts, domain_of
+from optimized.guards import argument_names, facts_of
+
+CACHE_SHARE = 2  # a step's caches may take half of the free memory
+
+
+@dataclass
+class Tested:
+    """The calls on which the nodes of `candidate` were judged; pass it to `RegionCases.judge` as
+    `watch`. Calls that the kernel's own guard declines ran the reference and do not count."""
+
+    candidate: nn.Module
+    calls: list[tuple[str, Facts]] = field(default_factory=list)
+
+    def __call__(self, prepared: Prepared, _seen: Observed) -> None:
+        self.add(prepared.case)
+
+    def add(self, case: Case) -> None:
+        if self.declined(case) is None:
+            names = argument_names(self.candidate.get_submodule(case.node))
+            self.calls.append((case.node, facts_of(names, case.args)))
+
+    def declined(self, case: Case) -> str | None:
+        """Why the kernel's own guard leaves the call to the reference, or None."""
+        declines = getattr(self.candidate.get_submodule(case.node), "declines", None)
+        return None if declines is None else declines(*case.args)
+
+    @property
+    def domain(self) -> Domain:
+        return domain_of(self.calls)
+
+
+def with_domain(
+    verdict: Verdict,
+    cases: RegionCases,
+    tested: Tested,
+    workload: Workload,
+    targets: Sequence[Target],
+) -> Verdict:
+    """A region's passed verdict with the steps of `targets` judged, too, and the domain of it all.
+
+    One that did not pass is returned as it is. Notes say which steps could not be judged.
+    """
+    if not verdict.passed:
+        return verdict
+    exams: list[Examination] = []
+    notes: list[str] = []
+    for target in targets:
+        if workload.cache_bytes(target) > free_bytes(workload.device) // CACHE_SHARE:
+            notes.append(_unjudged(target, "its caches do not fit beside the weights"))
+            continue
+        step = _TimedStep(cases, tested, target)
+        try:
+            step.run(workload)
+        except torch.OutOfMemoryError:
+            notes.append(_unjudged(target, "too large for the memory that is free"))
+        notes += step.notes
+        exams.append(step.exam)
+    outputs = tuple(
+        verdicts.output_report(exam, tally) for exam in exams for tally in exam.tallies.values()
+    )
+    reason = next((e.faults.reason for e in exams if e.faults.reason is not None), None)
+    return replace(
+        verdict,
+        passed=reason is None,
+        reason=reason,
+        cases=verdict.cases + sum(exam.cases for exam in exams),
+        outputs=verdict.outputs + outputs,
+        notes=verdict.notes + tuple(notes),
+        targets=tuple(target.name for target in targets),
+        domain=tested.domain if reason is None else None,
+    )
+
+
+def _unjudged(target: Target, why: str) -> str:
+    return f"{target.name}: not judged, {why}; the reference runs there"
+
+
+class _TimedStep:
+    """Judges one call of each kind of node while the reference runs one step of `target`."""
+
+    def __init__(self, cases: RegionCases, tested: Tested, target: Target) -> None:
+        self.cases, self.tested, self.target = cases, tested, target
+        self.prefix = f"{target.name}: "
+        self.exam = Examination(
+            cases.measured.contract,
+            storages(cases.reference, tested.candidate),
+            cases.seed,
+            noise={self.prefix + n: _typical(s) for n, s in cases.measured.noise.items()},
+            golden=False,
+            prefix=self.prefix,
+        )
+        self.notes: list[str] = []
+        self.waiting = set(pick_nodes(cases.reference, cases.names, cases.seed, drawn=0))
+        self.busy = False
+
+    def run(self, workload: Workload) -> None:
+        reference = self.cases.reference
+        inputs = workload.inputs(self.target, seed=self.cases.seed)
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for name in self.waiting:
+                node = reference.get_submodule(name)
+                hook = node.register_forward_pre_hook(self._before(name), with_kwargs=True)
+                stack.callback(hook.remove)
+            reference(*inputs.args)
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.busy or name not in self.waiting or self.exam.faults.reason is not None:
+                return
+            self.waiting.discard(name)
+            self.busy = True  # the judge calls the node again
+            case = Case(name=self.target.name, node=name, args=args, kwargs=kwargs, typical=False)
+            try:
+                self._judge(case)
+            except torch.OutOfMemoryError:
+                self._too_large(case)
+            finally:
+                self.busy = False
+
+        return hook
+
+    def _judge(self, case: Case) -> None:
+        exam, declined = self.exam, self.tested.declined(case)
+        if declined is not None:
+            self._note(f"{self.target.name}: the reference runs, its kernel declines: {declined}")
+            return
+        ours = self.cases.reference.get_submodule(case.node)
+        mine = self.tested.candidate.get_submodule(case.node)
+        plain = not (exam.contract.elides or exam.contract.adds)
+        prepared = exam.prepare(ours, case, as_is=plain)
+        known = self.cases.deviations.get(case.node, Deviations())
+        seen = exam.judge(ours, mine, prepared, Deviations(dict(known.relative)))
+        if seen is not None:
+            self.tested.add(case)
+        elif torch.OutOfMemoryError.__name__ in exam.faults.found.get("call", ""):
+            del exam.faults.found["call"]
+            self._too_large(case)
+
+    def _too_large(self, case: Case) -> None:
+        self._note(_unjudged(self.target, f"a call of {case.node} is too large"))
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _typical(noise: SelfNoise) -> SelfNoise:
+    """The noise of the typical cases: a timed step's values are of their scale."""
+    cases = {name: case for name, case in noise.cases.items() if case.typical}
+    return SelfNoise(cases, noise.peak, noise.square)
