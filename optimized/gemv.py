@@ -94,7 +94,7 @@ def gemv_kernel(
     HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first `HELD` blocks of the weights are in registers before the previous kernel is done."""
+    """The first `HELD` blocks of weights are loaded before the previous kernel is done."""
     let_next_start(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
