@@ -16,7 +16,7 @@ from agents.session import LAYERS_PER_KIND, Session
 from agents.tuner import tune
 from harness import judge
 from harness.errors import SelfTestError, UserError
-from harness.records import Attempt, Latency, Status, Verdict
+from harness.records import Attempt, Audit, Latency, Status, Verdict
 from optimized.change import KnobValue, apply_change, nodes, share
 from optimized.inductor import region_source
 from optimized.plan import Enabled, make_knobs
@@ -32,6 +32,7 @@ class Outcome:
     region_verdict: Verdict | None = None
     model_verdict: Verdict | None = None
     latency: Latency | None = None
+    audit: Audit | None = None
     failure: str | None = None
     model: nn.Module | None = None
     steps: Steps | None = None
@@ -133,6 +134,7 @@ class Loop:
         self.ledger.append("started", {"index": index, "name": name, "backend": backend})
         self.progress.stage(f"change {index}: {name} ({backend})")
         outcome = Outcome()
+        weights = self.session.weights
         if deaths >= MAX_DEATHS:
             outcome.failure = f"the run died {deaths} times while this change was tried"
         else:
@@ -143,6 +145,9 @@ class Loop:
             except Exception as error:  # noqa: BLE001 - whatever a candidate raises is a finding
                 first = next(iter(str(error).strip().splitlines()), "")
                 outcome.failure = f"{type(error).__name__}: {first}"
+        spoilt = weights.changed(self.session.reference)
+        if spoilt is not None:
+            outcome.failure = f"it changed the reference's weight {spoilt}"
         decision = self.decision(outcome)
         if control is not None and decision.status is Status.KEPT:
             decision = Decision(
@@ -155,6 +160,11 @@ class Loop:
         self.ledger.append("attempt", attempt)
         style = "green" if attempt.status is Status.KEPT else "dim"
         self.progress.done(f"{attempt.status}: {name} ({backend}): {attempt.reason}", style)
+        if spoilt is not None:
+            raise SelfTestError(
+                f"{name} ({backend}) changed the reference's weight {spoilt}: no later verdict of "
+                "this process can be trusted. Continue without that change, with --resume"
+            )
         if attempt.status is Status.KEPT and outcome.model and outcome.steps and outcome.latency:
             self.session.adopt(outcome.model, outcome.steps, outcome.latency)
         elif outcome.steps is not None:
@@ -195,6 +205,7 @@ class Loop:
             session.calibrate()  # a faster model may show smaller effects
             effects = self.history.effect_us()
             outcome.latency = measure.latency(session.base, outcome.steps, effects)
+        outcome.audit = measure.audit(session.base, outcome.steps)
         if self.decision(outcome).status is Status.KEPT:
             outcome.model_verdict = judge.judge_model(
                 session.reference,
@@ -229,6 +240,7 @@ class Loop:
             model_verdict=outcome.model_verdict,
             latency=outcome.latency,
             floors_us=self.session.floors_us(),
+            audit=outcome.audit,
         )
 
     def record(
@@ -254,6 +266,7 @@ class Loop:
             region_verdict=outcome.region_verdict,
             model_verdict=outcome.model_verdict,
             latency=outcome.latency,
+            audit=outcome.audit,
             control=control,
             parent=kept[-1].id if kept else None,
             seconds=round(time.monotonic() - started, 1),

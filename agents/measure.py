@@ -8,9 +8,18 @@ from pathlib import Path
 from torch import nn
 
 from agents.budget import Budget
-from harness.bench import Step, compare, default_mode, smallest_effect, time_step
+from harness.audit import AFTER, AMONG, Auditor, audit, drawn
+from harness.bench import (
+    Step,
+    both_clocks,
+    compare,
+    default_mode,
+    empty_us,
+    smallest_effect,
+    time_step,
+)
 from harness.errors import UserError
-from harness.records import Latency, Timing
+from harness.records import Audit, AuditedCall, Latency, Timing
 from harness.workload import StepInputs, Target, Workload, free_bytes
 from traces.capture import Trace, capture
 
@@ -25,10 +34,12 @@ MIN_PAIRS = {DECODE: 5, PREFILL: 3}  # rounds of base, candidate, candidate, bas
 
 @dataclass
 class Steps:
-    """A model ready to be timed: its decode step and its prefill."""
+    """A model ready to be timed: its decode step and its prefill, and what audits' calls among
+    its timed ones found."""
 
     decode: Step
     prefill: Step
+    audited: list[AuditedCall] = field(default_factory=list)
 
     def __getitem__(self, kind: str) -> Step:
         return self.decode if kind == DECODE else self.prefill
@@ -97,18 +108,48 @@ class Measure:
         }
 
     def latency(self, base: Steps, candidate: Steps, effects: dict[str, float]) -> Latency:
-        """Both kinds, in interleaved pairs."""
-        pairs = {
-            kind: compare(
+        """Both kinds, in interleaved pairs; an audit's call falls among those of each kind, and
+        `audit` says what came of it."""
+        pairs = {}
+        for kind in KINDS:
+            auditor = self._auditor(kind, base, candidate, AMONG)
+            pairs[kind] = compare(
                 base[kind],
                 candidate[kind],
                 effects[kind],
                 budget_s=self.seconds(kind, factor=2.0),
                 min_pairs=MIN_PAIRS[kind],
+                auditor=auditor,
             )
-            for kind in KINDS
-        }
+            candidate.audited.append(auditor.check())
         return Latency(decode=pairs[DECODE], prefill=pairs[PREFILL])
+
+    def audit(self, base: Steps, candidate: Steps) -> Audit:
+        """Whether what `latency` just timed is the candidate's module, and whether the time from
+        outside agrees (of a decode: a prefill takes too long to be run so often)."""
+        calls = list(candidate.audited)
+        for kind in KINDS:
+            auditor = self._auditor(kind, base, candidate, AFTER)
+            auditor.call()
+            calls.append(auditor.check())
+        return Audit(calls=tuple(calls), clocks=both_clocks(candidate.decode, gap_us=self.gap_us))
+
+    @cached_property
+    def gap_us(self) -> float:
+        """What starting a run may cost in one way of timing and not in another."""
+        return empty_us(self.workload.device)
+
+    def _auditor(self, kind: str, base: Steps, candidate: Steps, when: str) -> Auditor:
+        def fresh(seed: int) -> StepInputs:
+            return drawn(self.workload, self.targets[kind], seed)
+
+        def unchanged_passes() -> bool:
+            return audit(base[kind], base[kind].model, fresh, name=kind).reason is None
+
+        step, trusted = candidate[kind], base[kind].model if when == AFTER else None
+        return Auditor(
+            step, step.model, fresh, kind, when, trusted=trusted, control=unchanged_passes
+        )
 
     def trace(self, model: nn.Module, path: Path | None) -> Trace:
         """One decode step of `model`, attributed; on a GPU the replay of its graph."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from harness.records import Latency, Paired, Status, Verdict
+from harness.records import Audit, Latency, Paired, Status, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +20,13 @@ def decide(
     model_verdict: Verdict | None,
     latency: Latency | None,
     floors_us: dict[str, float | None],
+    audit: Audit | None = None,
 ) -> Decision:
     """Keep a change only if it is right, its target surely gets faster, and nothing gets slower.
 
     `target` is "decode" or "prefill"; `floors_us` holds the shortest time that the step's bytes and
-    operations allow on this machine, or None where no ceiling was measured. Verdicts and latency
-    come in the order in which they are taken; the first that refuses decides.
+    operations allow on this machine, or None where no ceiling was measured. Verdicts, latency and
+    audit come in the order in which they are taken; the first that refuses decides.
     """
     for verdict in (region_verdict, model_verdict):
         if verdict is not None and not verdict.passed:
@@ -43,6 +44,8 @@ def decide(
                 reason=f"{name} of {pair.candidate_us:.1f} us is below the floor of {floor:.1f} us "
                 "that its bytes and operations allow: a wrong measurement, or skipped work",
             )
+    if audit is not None and audit.reason is not None:
+        return Decision(status=Status.REJECTED, reason=f"audit: {audit.reason}")
     gain = measured.pop(target)
     if not is_faster(gain):
         return Decision(status=Status.REJECTED, reason=_not_faster(target, gain))

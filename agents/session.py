@@ -16,11 +16,13 @@ from agents.history import History
 from agents.measure import KINDS, Measure, Steps
 from agents.progress import Progress
 from harness import baselines, judge
-from harness.ceilings import measure_ceilings
+from harness.ceilings import floor_us, measure_ceilings
 from harness.environment import environment
 from harness.errors import UserError
+from harness.floors import least_work
 from harness.ledger import Ledger
 from harness.records import Attempt, Ceilings, Environment, Latency, Paired, Timing
+from harness.weights import Weights
 from harness.workload import TARGETS, Workload
 from optimized.change import share
 from optimized.plan import Enabled, Plan, apply_enabled
@@ -96,6 +98,11 @@ class Session:
     def reference(self) -> nn.Module:
         self.progress.stage(f"building {self.workload.name} {self.workload.preset}")
         return self.workload.model
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Checksums of the reference's weights, taken when first asked for: before any change."""
+        return Weights(self.reference)
 
     def check_reference(self) -> None:
         if self.ledger.last("self_test") is None:
@@ -210,14 +217,21 @@ class Session:
         return [Opportunity.from_json(o) for o in found["opportunities"]]
 
     def floors_us(self) -> dict[str, float | None]:
-        """The shortest a decode step can take: the bytes that any implementation must read.
+        """The shortest that a decode and a prefill can take: a decode by the bytes that any
+        implementation must read, a prefill by those and the operations of its matrix products.
 
         Only where the weights cannot stay in a cache, so not for a toy model.
         """
         compulsory = (self.ledger.last("kernels") or {}).get("compulsory_bytes")
         if self.workload.toy or compulsory is None:
             return dict.fromkeys(KINDS)
-        return {"decode": compulsory / self.ceilings.read_gb_per_s / 1e3, "prefill": None}
+        decode = compulsory / self.ceilings.read_gb_per_s / 1e3
+        return {"decode": decode, "prefill": self.prefill_floor_us}
+
+    @cached_property
+    def prefill_floor_us(self) -> float:
+        nbytes, flops = least_work(self.reference, self.measure.inputs("prefill").args)
+        return floor_us(nbytes, flops, self.ceilings)
 
     def adopt(self, model: nn.Module, steps: Steps, latency: Latency) -> None:
         """A kept candidate becomes the model as it stands."""
@@ -245,8 +259,11 @@ class Session:
             if self.history.kept:
                 reference = self.measure.steps(self.reference)
                 pairs = self.measure.latency(reference, self.base, self.history.effect_us())
+                audit = self.measure.audit(reference, self.base)
                 reference.close()
-                final["pairs"] = pairs.to_json()
+                final |= {"pairs": pairs.to_json(), "audit": audit.to_json()}
+                if audit.reason is not None:
+                    self.progress.done(f"the result's audit failed: {audit.reason}", "red")
             self.ledger.append("final", {**final, "other_targets": self.time_other_targets()})
 
     def judge_result(self) -> None:

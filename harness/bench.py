@@ -6,20 +6,23 @@ no change may claim. Times are microseconds. Whole steps read more weights than 
 timed as they come; single regions are timed with a cold L2, as they would find it in a step.
 """
 
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from harness.audit import Auditor
 from harness.ceilings import floor_us
-from harness.clock import Clock, disagreement, empty_us, quiet, slope_us
+from harness.clock import Clock, both_clocks, disagreement, empty_us, quiet, slope_us
 from harness.records import Ceilings, Paired, Timing
 from harness.stats import abba_differences, detectable, median, median_interval, null_effect
 from harness.step import Mode, Step, default_mode, device_of
 
 __all__ = [
     "Step",
+    "both_clocks",
     "compare",
     "default_mode",
     "disagreement",
@@ -60,14 +63,19 @@ def compare(
     budget_s: float = 4.0,
     min_pairs: int = MIN_PAIRS,
     cold_l2: bool = False,
+    auditor: Auditor | None = None,
 ) -> Paired:
     """Time `candidate` against `base` in interleaved pairs, at least `min_pairs`.
+
+    `auditor`, one of `candidate`, gets its call among the pairs, before one of the first
+    `min_pairs`, which is drawn from the system's entropy. That call is made as the timed ones are,
+    and its time is dropped.
 
     `mde_us` is what `smallest_effect` found for `base` under the same budget. Should these very
     pairs scatter more than the A/A pairs did (another process woke up), the record's `mde_us` is
     what their own scatter gives.
     """
-    times = _pairs(base, candidate, budget_s, min_pairs, cold_l2)
+    times = _pairs(base, candidate, budget_s, min_pairs, cold_l2, auditor)
     differences = abba_differences(times)
     gain = median(differences)
     candidate_times = times[:, 1:3].ravel()
@@ -125,7 +133,12 @@ def require_possible(
 
 
 def _pairs(
-    base: Step, candidate: Step, budget_s: float, min_pairs: int, cold_l2: bool
+    base: Step,
+    candidate: Step,
+    budget_s: float,
+    min_pairs: int,
+    cold_l2: bool,
+    auditor: Auditor | None = None,
 ) -> np.ndarray:
     """Times [pairs, 4] of base, candidate, candidate, base.
 
@@ -137,7 +150,8 @@ def _pairs(
         a, b = (candidate, base) if _is_exchanged(index) else (base, candidate)
         return [a, b, b, a]
 
-    times = np.array(_sample(block, budget_s, min_pairs, cold_l2)).reshape(-1, 4)
+    samples = _sample(block, budget_s, min_pairs, cold_l2, auditor)
+    times = np.array(samples).reshape(-1, 4)
     exchanged = [_is_exchanged(index) for index in range(len(times))]
     times[exchanged] = times[exchanged][:, [1, 0, 3, 2]]
     return times
@@ -148,10 +162,15 @@ def _is_exchanged(index: int) -> bool:
 
 
 def _sample(
-    round_: Callable[[int], list[Step]], budget_s: float, min_rounds: int, cold_l2: bool
+    round_: Callable[[int], list[Step]],
+    budget_s: float,
+    min_rounds: int,
+    cold_l2: bool,
+    auditor: Auditor | None = None,
 ) -> list[float]:
     """Times of the steps of round 0, round 1, ... in order, after a warm-up with round 0."""
     first = round_(0)
+    audited = None if auditor is None else secrets.randbelow(max(1, min_rounds))
     clock = Clock(first[0].device, cold_l2=cold_l2)
     started = time.perf_counter()
     with quiet():
@@ -162,9 +181,22 @@ def _sample(
         while (done := len(samples) // len(first)) < at_most:
             if done >= min_rounds and time.perf_counter() - started > budget_s:
                 break
+            if done == audited and auditor is not None:
+                _audit(auditor, clock, round_(done)[0])
+                audited = None
             upto = min(done + at_once, at_most)
+            if audited is not None:
+                upto = min(upto, audited)
             samples += clock.take([step for index in range(done, upto) for step in round_(index)])
     return samples
+
+
+def _audit(auditor: Auditor, clock: Clock, next_step: Step) -> None:
+    """An audit's call, made as if it were timed; the step that comes next runs once untimed, so
+    that it does not find what the audit left in the caches."""
+    clock.last = auditor.step  # one run, no more: a second would see what the first wrote
+    auditor.call(lambda: clock.take([auditor.step]))
+    clock.take([next_step])
 
 
 def _timing(samples: list[float]) -> Timing:

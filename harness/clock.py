@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
-from harness.records import Timing
-from harness.stats import median, median_interval
+from harness.records import Clocks, Timing
+from harness.stats import median, median_interval, null_effect
 from harness.step import Step
 
 EVENT_RESOLUTION_US = 0.5  # of CUDA's event timer, as its documentation of elapsed time says
@@ -24,6 +24,7 @@ SETTLED = 0.02  # warm-up ends when the medians of two windows in a row are this
 WINDOW = 5  # samples of a warm-up window
 WARM_RUNS = 3  # before a slope, to learn how many runs fit
 SLOPES = 5  # repetitions of the N and 2 N measurement
+CONFIRMED = 3  # times in a row that two clocks must disagree: noise does so in 1 of 40
 
 
 class Clock:
@@ -118,21 +119,72 @@ def slope_us(step: Step, *, budget_s: float = 1.0) -> Timing:
     patch inside the stream, such as its events, is used.
     """
 
-    def wall_us(count: int) -> float:
-        _wait(step.device)
-        start = time.perf_counter_ns()
-        for _ in range(count):
-            step()
-        _wait(step.device)
-        return (time.perf_counter_ns() - start) / 1e3
-
     with quiet():
-        once = median([wall_us(1) for _ in range(WARM_RUNS)])
+        once = median([_wall_us(step, 1) for _ in range(WARM_RUNS)])
         count = max(1, int(budget_s * 1e6 / (3 * SLOPES * once)))
-        slopes = [(wall_us(2 * count) - wall_us(count)) / count for _ in range(SLOPES)]
+        slopes = [_slope_us(step, count) for _ in range(SLOPES)]
     return Timing(
         median_us=median(slopes), interval_us=median_interval(slopes), samples=3 * SLOPES * count
     )
+
+
+def both_clocks(step: Step, *, gap_us: float, budget_s: float = 0.4) -> Clocks:
+    """Time `step` from inside and from outside in turns, so that drift hits both.
+
+    The two contradict each other if all repetitions say so, by more than `gap_us` (see
+    `disagreement`) and than their scatter explains, `CONFIRMED` times in a row.
+    """
+    found = _clocks(step, gap_us, budget_s)
+    for _ in range(CONFIRMED - 1):
+        if found.reason is None:
+            break
+        found = _clocks(step, gap_us, budget_s)
+    return found
+
+
+def _clocks(step: Step, gap_us: float, budget_s: float) -> Clocks:
+    clock = Clock(step.device)
+    inside, outside = [], []
+    with quiet():
+        once = median([_wall_us(step, 1) for _ in range(WARM_RUNS)])
+        count = max(1, int(budget_s * 1e6 / (4 * SLOPES * max(once, 1.0))))
+        for _ in range(SLOPES):
+            inside.append(median(clock.take([step] * count)))
+            outside.append(_slope_us(step, count))
+    differences = [b - a for a, b in zip(inside, outside, strict=True)]
+    difference = median(differences)
+    spread = null_effect([d - difference for d in differences])
+    all_beyond = min(differences) > gap_us or max(differences) < -gap_us
+    reason = None
+    if all_beyond and abs(difference) > gap_us + spread:
+        word = "slower" if difference > 0 else "faster"
+        reason = (
+            f"two clocks disagree: {median(inside):.1f} us from inside, {median(outside):.1f} us "
+            f"from outside, {abs(difference):.1f} us {word}, where {gap_us + spread:.1f} us can be "
+            "explained: work is hidden from one of them"
+        )
+    return Clocks(
+        inside_us=median(inside),
+        outside_us=median(outside),
+        difference_us=difference,
+        spread_us=spread,
+        gap_us=gap_us,
+        reason=reason,
+    )
+
+
+def _wall_us(step: Step, count: int) -> float:
+    """`count` runs by another clock than the one that takes single times."""
+    _wait(step.device)
+    start = time.monotonic_ns()
+    for _ in range(count):
+        step()
+    _wait(step.device)
+    return (time.monotonic_ns() - start) / 1e3
+
+
+def _slope_us(step: Step, count: int) -> float:
+    return (_wall_us(step, 2 * count) - _wall_us(step, count)) / count
 
 
 def disagreement(inside: Timing, outside: Timing, *, gap_us: float) -> str | None:

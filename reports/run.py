@@ -9,6 +9,7 @@ from harness.errors import UserError
 from harness.ledger import Event, Ledger
 from harness.records import (
     Attempt,
+    Audit,
     Baseline,
     Ceilings,
     Environment,
@@ -57,6 +58,7 @@ class Measured:
     prefill: Timing
     other_targets: dict[str, Timing | str] = field(default_factory=dict)  # or why it has no figure
     pairs: Latency | None = None  # against the unchanged model, run as its candidates are
+    audit: Audit | None = None  # of the very steps of `pairs`
 
 
 @dataclass(kw_only=True)
@@ -252,6 +254,7 @@ def _timed(data: dict[str, Any], name: str = "") -> Measured:
         prefill=Timing.from_json(data["prefill"]),
         other_targets={n: v if isinstance(v, str) else Timing.from_json(v) for n, v in others},
         pairs=Latency.from_json(data["pairs"]) if data.get("pairs") else None,
+        audit=Audit.from_json(data["audit"]) if data.get("audit") else None,
     )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from harness.bench import (
     ImpossibleTimeError,
     Step,
+    both_clocks,
     compare,
     default_mode,
     disagreement,
@@ -56,6 +57,7 @@ def clock(monkeypatch) -> SimulatedTime:
     simulated = SimulatedTime()
     monkeypatch.setattr(time, "perf_counter_ns", lambda: simulated.now_ns)
     monkeypatch.setattr(time, "perf_counter", lambda: simulated.now_ns / 1e9)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: simulated.now_ns)
     return simulated
 
 
@@ -219,6 +221,35 @@ def test_the_start_of_a_replay_is_allowed_for():
     outside = Timing(median_us=100.0, interval_us=(99.5, 100.5), samples=20)
     assert disagreement(inside, outside, gap_us=5.0) is None
     assert disagreement(inside, outside, gap_us=1.0) is not None
+
+
+@pytest.mark.parametrize(
+    ("factor", "word"), [(0.5, "slower"), (2.0, "faster")], ids=["half", "twice"]
+)
+def test_a_patched_timer_is_told_by_the_other_clock(clock, monkeypatch, factor, word):
+    step = clock.step(500.0, noise=0.05)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: int(factor * clock.now_ns))
+    found = both_clocks(step, gap_us=1.0, budget_s=0.2)
+    assert found.reason is not None and "two clocks disagree" in found.reason
+    assert word in found.reason
+    assert found.inside_us == pytest.approx(factor * found.outside_us, rel=0.02)
+    assert found.difference_us == pytest.approx(found.outside_us - found.inside_us, abs=10)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 1.0])
+def test_clocks_of_an_honest_step_agree(clock, noise):
+    for _ in range(8):
+        found = both_clocks(clock.step(500.0, noise=noise), gap_us=0.0, budget_s=0.1)
+        assert found.reason is None
+        assert found.inside_us >= 500 and found.spread_us <= 500 * 10 * noise
+
+
+def test_what_starting_a_run_costs_is_allowed_for(clock, monkeypatch):
+    """Each reading of the inner clock takes 3 us, which the outer one does not see."""
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: clock.spend(3.0) or clock.now_ns)
+    found = both_clocks(clock.step(500.0), gap_us=0.0, budget_s=0.1)
+    assert found.reason is not None and found.difference_us == -3.0
+    assert both_clocks(clock.step(500.0), gap_us=3.0, budget_s=0.1).reason is None
 
 
 def test_a_time_below_the_floor_is_an_error():
