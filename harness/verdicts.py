@@ -6,7 +6,7 @@ from dataclasses import replace
 from harness import bounds
 from harness.compare import Tally
 from harness.examine import Evidence, Examination
-from harness.explain import Explanation, Sample, explain
+from harness.explain import Explanation, Sample, explain, percent
 from harness.records import Drift, PointReport, Routing, UlpReport, Verdict
 
 NOT_VISIBLE = "not visible"
@@ -41,12 +41,18 @@ def verdict(
             exam.faults.add("points", found.text())
             points = explained(points, found)
     if wrong:
-        names = " and at ".join(f"`{p.point}` ({p.source})" for p in wrong)
+        names = " and at ".join(
+            f"`{p.point}` ({p.source}, {percent(p.visible_share)} of the elements show it)"
+            for p in wrong
+        )
         exam.faults.add("points", f"does not round as its contract says at {names}")
     reason = exam.faults.reason
     notes = list(exam.notes)
-    if exam.flipped:
-        notes.append(f"{exam.flipped} row(s) routed differently, each a near-tie of the reference")
+    if exam.flipped and "route" not in exam.faults.found:
+        said = f"{exam.flipped} row(s) routed differently, each a near-tie of the reference"
+        if routing is not None and (most := routing.largest) is not None:
+            said += f"; largest margin {most.margin:.3g}, {most.limit:.3g} is noise ({most.where})"
+        notes.append(said)
     notes.append(
         f"false alarm {bounds.FALSE_ALARM:g} an output; {exam.noise_runs} noise replays"
         + (f"; backend {backend}" if backend else "")
@@ -77,9 +83,9 @@ def output_report(exam: Examination, tally: Tally) -> UlpReport:
     if tally.differing > allowed:
         exam.faults.add(
             "share",
-            f"{tally.output}: {_percent(share)} of {tally.elements} elements differ from the "
-            f"contract's replay, {_percent(allowed_share)} allowed ({tally.numerics}; "
-            f"self-noise {_percent(noise_share)}); most in {_most(tally.shares)}",
+            f"{tally.output}: {percent(share)} of {tally.elements} elements differ from the "
+            f"contract's replay, {percent(allowed_share)} allowed ({tally.numerics}; "
+            f"self-noise {percent(noise_share)}); most in {_most(tally.shares)}",
         )
     for case, (worst, elements) in tally.distances.items():
         limit = distance_limit(tally, case, elements)
@@ -191,7 +197,8 @@ def _added_ratio(evidence: Evidence) -> float:
 
 def explained(points: tuple[PointReport, ...], found: Explanation) -> tuple[PointReport, ...]:
     """The reports with what the explanation says was observed."""
-    elided, kept = ({p.name for p in group} for group in (found.elided, found.kept))
+    elided = {p.name for p in (*found.elided, *found.fused)}
+    kept = {p.name for p in found.kept}
     return tuple(
         replace(p, observed="elided")
         if p.point in elided
@@ -211,8 +218,4 @@ def noise_rate(exam: Examination) -> float:
 
 def _most(shares: dict[str, float]) -> str:
     case = max(shares, key=lambda name: shares[name])
-    return f"{case}: {_percent(shares[case])}"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.3%}" if share >= 1e-3 else f"{share:.2g}"
+    return f"{case}: {percent(shares[case])}"
