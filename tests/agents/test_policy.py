@@ -3,7 +3,7 @@
 import pytest
 
 from agents.policy import decide, is_faster, is_slower
-from harness.records import Latency, Paired, Status, Verdict
+from harness.records import Audit, AuditedCall, Clocks, Latency, Paired, Status, Verdict
 
 NO_FLOORS: dict[str, float | None] = {"decode": None, "prefill": None}
 
@@ -71,6 +71,39 @@ def test_refuses_what_is_faster_than_its_bytes_allow():
     refused = decision(pair(10.0), pair(0.0), floors_us={"decode": 95.0, "prefill": None})
     assert refused.status is Status.REJECTED
     assert "below the floor of 95.0 us" in refused.reason
+
+
+def test_refuses_a_prefill_that_is_faster_than_its_operations_allow():
+    refused = decision(pair(10.0), pair(0.0), floors_us={"decode": None, "prefill": 101.0})
+    assert refused.status is Status.REJECTED
+    assert "prefill of 100.0 us is below the floor of 101.0 us" in refused.reason
+    assert "skipped work" in refused.reason
+
+
+def call(reason: str | None, step: str = "decode") -> AuditedCall:
+    return AuditedCall(
+        step=step, when="after timing", seed=3, compared_with="the module", reason=reason
+    )
+
+
+def clocks(reason: str | None) -> Clocks:
+    return Clocks(
+        inside_us=1.0, outside_us=2.0, difference_us=1.0, spread_us=0.1, gap_us=0.0, reason=reason
+    )
+
+
+def test_a_failed_audit_refuses_a_gain():
+    fine = Audit(calls=(call(None), call(None, "prefill")), clocks=clocks(None))
+    assert decision(pair(10.0), pair(0.0), audit=fine).status is Status.KEPT
+    stale = Audit(calls=(call(None), call("out is stale", "prefill")), clocks=clocks(None))
+    refused = decision(pair(10.0), pair(0.0), audit=stale)
+    assert refused.status is Status.REJECTED
+    assert refused.reason == "audit: prefill, after timing: out is stale"
+
+
+def test_clocks_that_disagree_refuse_a_gain():
+    refused = decision(pair(10.0), pair(0.0), audit=Audit(calls=(), clocks=clocks("they differ")))
+    assert (refused.status, refused.reason) == (Status.REJECTED, "audit: they differ")
 
 
 def test_a_failed_verdict_decides_before_any_latency():
