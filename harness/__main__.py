@@ -13,10 +13,12 @@ from harness import cli
 # Where each command's `run(arguments) -> exit code` lives.
 MODULES = {
     "verify": "harness.command_verify",
+    "bisect": "harness.command_bisect",
     "bench": "harness.command_bench",
     "ceilings": "harness.command_bench",
     "aa": "harness.command_bench",
     "rounding-points": "harness.command_verify",
+    "certify": "harness.command_certify",
 }
 
 
@@ -40,11 +42,22 @@ def parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("--backend", help="which implementation; default the device's first")
     verify.add_argument("--time", action="store_true", help="time the model with and without it")
+    verify.add_argument(
+        "--sandbox", action="store_true", help="run it in a sandbox, as files from outside are"
+    )
+    verify.add_argument(
+        "--require-sandbox", action="store_true", help="refuse if a protection is not to be had"
+    )
+    bisection = add("bisect", "which kept change breaks a run's model, and where", model=False)
+    bisection.add_argument("run", metavar="RUN", help="a run's directory")
     bench = add("bench", "the unchanged model eager, in a CUDA graph, and compiled")
     bench.add_argument("--target", default="decode-bs1", help="what is timed beside the prefill")
     bench.add_argument("--minutes", type=positive, default=10.0, help="for all baselines")
     add("ceilings", "what this device can do at most, measured", model=False)
     add("rounding-points", "every tensor that the model rounds, with operator and source line")
+    certify = add("certify", "judge again what a certificate certifies, and compare", model=False)
+    certify.add_argument("file", metavar="FILE", help="a certificate.json of a run")
+    certify.add_argument("--time", action="store_true", help="time it again, too")
     aa = add("aa", "time a step against itself: how small an effect can be told from none?")
     aa.add_argument("--target", default="decode-bs1", help="the step")
     aa.add_argument("--comparisons", type=count, default=20, help="of the step with itself")

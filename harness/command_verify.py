@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,8 @@ from harness.errors import ExitCode, UserError
 from harness.judge import judge_model, judge_region, self_test
 from harness.points import points_for_model, points_table
 from harness.records import Latency, Paired, Verdict
+from harness.sandbox import Protection, describe
+from harness.sandboxed import judge_sandboxed, outside_tree
 from harness.workload import Workload
 from optimized.catalog import load_change
 from optimized.change import Change, apply_change, share
@@ -33,6 +36,8 @@ def verify(a: argparse.Namespace) -> int:
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     if a.backend == "triton" and workload.device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the change's file is imported
+    if a.sandbox or a.require_sandbox or outside_tree(a.change):
+        return verify_sandboxed(a, workload)
     change = find(a.change)
     backend = a.backend or first_backend(change, workload.device.type)
     candidate = share(workload.model)
@@ -49,18 +54,49 @@ def verify(a: argparse.Namespace) -> int:
         verdicts.append(judge_model(workload.model, candidate, workload, a.seed))
     passed = all(verdict.passed for verdict in verdicts)
     latency = timed(workload, candidate) if a.time and passed else None
+    return report(a, change.name, backend, verdicts, latency)
+
+
+def verify_sandboxed(a: argparse.Namespace, workload: Workload) -> int:
+    """The same for a change whose code must not run in this process; timed from outside."""
+    judged = judge_sandboxed(
+        workload,
+        a.change,
+        a.backend,
+        a.seed,
+        required=a.require_sandbox,
+        targets=(DECODE, PREFILL) if a.time else (),
+        say=progress,
+    )
+    return report(
+        a, judged.name, judged.backend, judged.verdicts, judged.latency, judged.protections
+    )
+
+
+def report(
+    a: argparse.Namespace,
+    name: str,
+    backend: str | None,
+    verdicts: Sequence[Verdict],
+    latency: Latency | None,
+    protections: Sequence[Protection] = (),
+) -> int:
+    passed = all(verdict.passed for verdict in verdicts)
     if a.json:
         output = {
-            "change": change.name,
+            "change": name,
             "backend": backend,
             "passed": passed,
             "verdicts": [verdict.to_json() for verdict in verdicts],
             "latency": None if latency is None else latency.to_json(),
+            "protections": [protection.to_json() for protection in protections],
         }
         print(json.dumps(output, indent=2))
     else:
         for verdict in verdicts:
-            print_verdict(f"{change.name} ({backend})", verdict)
+            print_verdict(f"{name} ({backend})", verdict)
+        if protections:
+            print(describe(protections))
         if latency is not None:
             print_latency(latency)
         elif a.time:

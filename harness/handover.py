@@ -189,6 +189,10 @@ class Layout:
         for tensor, spot in zip(self.tensors, self.spots, strict=True):
             if tensor.numel():
                 tensor.copy_(place(block, spot))
+        return self.changed(block)
+
+    def changed(self, block: Tensor) -> int:
+        """How many bytes of the margins are not what they were."""
         margins = torch.cat([block[first:last] for first, last in self.gaps()])
         return int((margins != PATTERN).sum())
 
@@ -257,6 +261,10 @@ class Unpacker(pickle.Unpickler):
     def settle(self) -> None:
         for there, here in self.moved:
             here.copy_(there)
+
+    def refresh(self) -> None:
+        for there, here in self.moved:
+            there.copy_(here)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, Tensor]:

@@ -250,7 +250,10 @@ class Candidate:
 
     def answer(self, message: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
         """Ask for something that ends with results in the memory "out"."""
-        told = self.process.ask(message, blob, seconds=self.limits.call_s)
+        return self.complete(self.process.ask(message, blob, seconds=self.limits.call_s))
+
+    def complete(self, told: dict[str, Any]) -> dict[str, Any]:
+        """An answer whose results lie in the memory "out", made larger where they do not fit."""
         self.hear(told)
         if isinstance(need := told.get("need"), int):
             if not 0 < need < free_bytes(self.sandbox.device) // 4:

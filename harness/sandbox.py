@@ -88,6 +88,14 @@ def require(rows: Sequence[Protection]) -> None:
         )
 
 
+def describe(rows: Sequence[Protection]) -> str:
+    """One line: how many protections are in force, and which are not."""
+    missing = [f"{r.name} ({_reasons(r.absent)})" for r in rows if not r.in_force]
+    count = sum(r.in_force for r in rows)
+    text = f"sandbox: {count} of {len(rows)} protections in force"
+    return text + (f"; absent: {'; '.join(missing)}" if missing else "")
+
+
 def _reasons(absent: dict[str, str]) -> str:
     return ", ".join(f"{mechanism}: {why}" for mechanism, why in absent.items()) or "not tried"
 

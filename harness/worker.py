@@ -77,6 +77,7 @@ class Worker:
         self.refusals: list[str] = []
         self.pending: list[Tensor] = []
         self.slots: list[tuple[Any, ...]] = []
+        self.unpacker: Unpacker | None = None
         self.step: Step | None = None
         self.node = ""
 
@@ -169,8 +170,8 @@ class Worker:
         with poisoned(like, fill=fill):
             return run()
 
-    def _unpacker(self, blob: bytes, spots: list[Any]) -> Unpacker:
-        tensors = [self.memory["in"].tensor(spot) for spot in spots]
+    def _unpacker(self, blob: bytes, spots: list[Any], memory: str = "in") -> Unpacker:
+        tensors = [self.memory[memory].tensor(spot) for spot in spots]
         return Unpacker(blob, tensors, self.known)
 
     def _hand_over(self, value: Any) -> dict[str, Any]:
@@ -207,12 +208,19 @@ class Worker:
     ) -> Any:
         """Make calls of a node ready to be run again and again, on several sets of arguments."""
         self.node = node
-        self.slots = self._unpacker(blob, spots).load()
+        self.unpacker = self._unpacker(blob, spots, "slots")
+        self.slots = self.unpacker.load()
         if self.step is not None:
             self.step.close()
         self.step = None
         if mode == "graph":
             self.step = Step(self.model.get_submodule(node), self.slots[0], mode)
+        return {}
+
+    def do_refresh(self, _: bytes, __: list[int]) -> Any:
+        """The judge has written new values to the memory "slots"."""
+        if self.unpacker is not None:
+            self.unpacker.refresh()
         return {}
 
     def do_run(self, _: bytes, __: list[int], *, order: list[int], keep: list[int]) -> Any:

@@ -1,0 +1,113 @@
+"""One change judged, and timed on request, in the sandbox from beginning to end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.confine import ROOT, Limits
+from harness.judge import judge_model, judge_region, self_test
+from harness.observe import CandidateError
+from harness.outside import latency
+from harness.records import Latency, Verdict
+from harness.remote import Candidate, Sandbox
+from harness.sandbox import Protection
+from harness.workload import Workload
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What came of one change; `protections` are those it ran under."""
+
+    name: str
+    backend: str | None
+    verdicts: tuple[Verdict, ...]
+    latency: Latency | None
+    protections: tuple[Protection, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed for verdict in self.verdicts)
+
+
+def outside_tree(change: str) -> bool:
+    """Whether a change is a file that does not belong to this project."""
+    return change.endswith(".py") and not Path(change).resolve().is_relative_to(ROOT)
+
+
+def judge_sandboxed(
+    workload: Workload,
+    change: str,
+    backend: str | None,
+    seed: int,
+    *,
+    required: bool = False,
+    targets: Sequence[str] = (),
+    limits: Limits | None = None,
+    say: Say = lambda text: None,
+) -> Judged:
+    """Judge a change, by name or file, in a worker; with `targets` (one decode, one prefill) time
+    it if it passed. UserError for what the user got wrong; what a candidate does is in the
+    verdict."""
+    model = workload.name
+    with Sandbox(
+        workload.model, workload.device, model=model, limits=limits, required=required
+    ) as sandbox:
+        say(f"{workload.name} {workload.preset}: the judge's self-test")
+        self_test(workload.model, workload, seed)
+        try:
+            candidate = sandbox.open(change, backend)
+        except CandidateError as error:
+            return Judged(
+                name=change,
+                backend=backend,
+                verdicts=(broken(str(error), seed),),
+                latency=None,
+                protections=sandbox.protections,
+            )
+        assert candidate.change is not None
+        found, times = [], None
+        try:
+            count = len(candidate.replaced)
+            named = f"{candidate.change.name} ({candidate.backend})"
+            say(f"{named} replaces {count} nodes in the sandbox; judging the region")
+            found = list(_verdicts(workload, candidate, seed, say))
+            if targets and found[-1].passed:
+                say("timing from outside")
+                try:
+                    times = latency(sandbox, candidate, change, backend, workload, targets)
+                except CandidateError as error:
+                    candidate.findings.setdefault(f"while timed: {error}")
+                found[-1] = candidate.judged(found[-1])
+        finally:
+            candidate.close()
+        if found[-1].passed:  # what it left behind shows at the end
+            found[-1] = candidate.judged(found[-1])
+        return Judged(
+            name=candidate.change.name,
+            backend=candidate.backend,
+            verdicts=tuple(found),
+            latency=times if found[-1].passed else None,
+            protections=sandbox.protections,
+        )
+
+
+def _verdicts(workload: Workload, candidate: Candidate, seed: int, say: Say) -> list[Verdict]:
+    change, backend = candidate.change, candidate.backend
+    assert change is not None and backend is not None
+    model = workload.model
+    region = judge_region(model, candidate.model, change, backend, workload, seed)
+    found = [candidate.judged(region)]
+    if found[0].passed:
+        say("judging the model, layer by layer")
+        whole = judge_model(model, candidate.model, workload, seed)
+        found.append(candidate.judged(whole))
+    return found
+
+
+def broken(reason: str, seed: int) -> Verdict:
+    """The verdict on a candidate that broke before it could be called."""
+    return Verdict(
+        scope="region", passed=False, reason=reason, cases=0, seed=seed, outputs=(), points=()
+    )
