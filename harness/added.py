@@ -66,9 +66,14 @@ def probabilities(add: frozenset[str], p: Tensor, noise: Any) -> Tensor:
 
 def _round(value: Tensor, to: str, noise: Any) -> Tensor:
     if to == "tf32":
-        wide = value.float().view(torch.int32)
-        half = TF32_DROPPED // 2 + ((wide >> 13) & 1)  # to nearest even
-        return ((wide + half) & ~TF32_DROPPED).view(torch.float32).to(value.dtype)
+        return to_tf32(value)
     # A kernel rounds the probabilities before it divides by their sum, so at another scale.
     scale = 1.0 if noise is None else noise.scale()
     return (value * scale).bfloat16().to(value.dtype) / scale
+
+
+def to_tf32(value: Tensor) -> Tensor:
+    """The values rounded to TF32, to nearest even; the dtype stays."""
+    wide = value.float().view(torch.int32)
+    half = TF32_DROPPED // 2 + ((wide >> 13) & 1)
+    return ((wide + half) & ~TF32_DROPPED).view(torch.float32).to(value.dtype)

@@ -26,13 +26,15 @@ RAGGED = 7  # tokens of a short, odd-sized call
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of one node. `typical` cases also measure noise and distance from FP64."""
+    """One call of one node. `typical` cases also measure noise and distance from FP64; in `telling`
+    ones roundings are told apart that hardly show elsewhere."""
 
     name: str
     node: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     typical: bool = True
+    telling: bool = False
 
     def clones(self, fixed: set[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fresh copies of the arguments, save parameters (storage in `fixed`)."""
@@ -167,6 +169,11 @@ def derive(
         "strided arguments": _strided,
     }
     found = [with_values(case, name, chosen, change) for name, change in changes.items()]
+    for i, key in enumerate(chosen if len(chosen) > 1 else ()):
+        # What guards a division shows where all but it is tiny.
+        name = f"activation {i + 1} zero, values / {SCALE:g}"
+        alone = lambda t, key=key: torch.zeros_like(t) if id(t) == key else t / SCALE  # noqa: E731
+        found.append(with_values(case, name, chosen, alone))
     if where.tokens:
         found += [cut(case, where.tokens, n, f"{n} tokens") for n in (0, 1, RAGGED)]
     return found

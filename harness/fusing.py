@@ -31,24 +31,30 @@ def sums(
     for i, operand in enumerate(args[:2]):
         if not isinstance(operand, Carried) or operand.box.product is None:
             continue
-        if operand.value.shape != operand.box.root.shape:  # a view of part of it
-            continue
-        found.append(_fma(operand.box.product, args[1 - i], i, called, plan))
+        found.append(_fma(operand, args[1 - i], i, called, plan))
     return found
 
 
-def _fma(
-    factors: tuple[Any, Any], other: Any, place: int, called: str, plan: Plan
-) -> Callable[[], Tensor]:
+def _fma(operand: Carried, other: Any, place: int, called: str, plan: Plan) -> Callable[[], Tensor]:
     def compute() -> Tensor:
-        a, b = (f.double() if isinstance(f, Tensor) else f for f in factors)
-        product, rest = a * b, _wide(other, plan)
+        product, rest = _exact(operand), _wide(other, plan)
         rest = rest.double() if isinstance(rest, Tensor) else rest
         if called == "add":
             return (product + rest).float()
         return (product - rest if place == 0 else rest - product).float()
 
     return compute
+
+
+def _exact(operand: Carried) -> Tensor:
+    """The FP64 product that the operand, a product or part of one, was rounded from."""
+    assert operand.box.product is not None
+    a, b = (f.double() if isinstance(f, Tensor) else f for f in operand.box.product)
+    root, value = operand.box.root, operand.value
+    product = torch.empty_strided(
+        root.shape, root.stride(), dtype=torch.float64, device=root.device
+    ).copy_(torch.as_tensor(a * b))
+    return product.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def _wide(value: Any, plan: Plan) -> Any:

@@ -36,6 +36,7 @@ from harness.records import Verdict
 from harness.replay import NATIVE, replay
 from harness.routes import Deviations
 from harness.steps import steps
+from harness.tables import tables, vary
 from harness.workload import Workload, free_bytes
 from optimized.change import Contract, nodes
 
@@ -200,7 +201,7 @@ class RegionCases:
                     raise
                 continue  # the reference does not take these arguments either
             ready.prepared.append(prepared)
-            ready.weighed.append(flips < MOST_FLIPS)
+            ready.weighed.append(flips < MOST_FLIPS or case.telling)
             flips += len(exam.roundings(prepared))
         return ready
 
@@ -216,12 +217,13 @@ class RegionCases:
     ) -> list[Sample]:
         before = checksums(mine, node.calls, exam.fixed)
         samples = []
+        deviations = Deviations(relative=node.deviations.relative)  # counts this candidate's flips
         order = list(zip(node.prepared, node.weighed, strict=True))
         if exam.limits is not None:
             order.sort(key=lambda pair: -self.kills[pair[0].where])
         for ready, weighed in order:
             try:
-                seen = exam.judge(node.node, mine, ready, node.deviations)
+                seen = exam.judge(node.node, mine, ready, deviations)
                 if seen is not None and watch is not None:
                     watch(ready, seen)
                 if seen is None or exam.decided:
@@ -248,6 +250,8 @@ class RegionCases:
         chosen = activations(ours, calls[0], self.measured.fixed, set(first.written))
         generator = torch.Generator().manual_seed(self.seed)
         found = derive(calls[0], where, chosen, generator)
+        wide = tables(ours, calls[0], self.measured.fixed, {*chosen})
+        found += vary(ours, calls[0], wide, generator)
         if not first.choices:
             return found
 

@@ -154,7 +154,7 @@ def find_flips(
             none = torch.zeros_like(differs, dtype=torch.float64)
             found = none + torch.inf, none
         worst = deviations.note(name, differs, *found)
-        bad = int((differs & ~(found[0] <= found[1])).sum())
+        bad = int((differs & ~(found[0] < found[1])).sum())  # a tie without noise is none
         if bad and flips.unexplained is None:
             far = "masked out" if worst.margin is None else f"{worst.margin:.3g}"
             flips.unexplained = (
