@@ -276,6 +276,7 @@ class Session:
             self.workload,
             self.workload.seed,
             per_kind=None if plenty else LAYERS_PER_KIND,
+            full=True,
         )
         self.ledger.append("model_verdict", verdict)
         said = "passed" if verdict.passed else f"failed: {verdict.reason}"

@@ -43,6 +43,12 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--backend", help="which implementation; default the device's first")
     verify.add_argument("--time", action="store_true", help="time the model with and without it")
     verify.add_argument(
+        "--model-level",
+        choices=("quick", "full"),
+        default="quick",
+        help="full: 32 teacher-forced decodes, and the drift with forced routes",
+    )
+    verify.add_argument(
         "--sandbox", action="store_true", help="run it in a sandbox, as files from outside are"
     )
     verify.add_argument(
@@ -58,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     certify = add("certify", "judge again what a certificate certifies, and compare", model=False)
     certify.add_argument("file", metavar="FILE", help="a certificate.json of a run")
     certify.add_argument("--time", action="store_true", help="time it again, too")
+    certify.add_argument("--seconds", type=positive, default=4.0, help="for each comparison")
     aa = add("aa", "time a step against itself: how small an effect can be told from none?")
     aa.add_argument("--target", default="decode-bs1", help="the step")
     aa.add_argument("--comparisons", type=count, default=20, help="of the step with itself")

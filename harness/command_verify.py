@@ -23,7 +23,7 @@ from harness.command_bench import DECODE, PREFILL, interval, progress
 from harness.errors import ExitCode, UserError
 from harness.judge import judge_model, judge_region, self_test
 from harness.points import points_for_model, points_table
-from harness.records import Latency, Paired, Verdict
+from harness.records import Drift, Latency, Paired, Verdict
 from harness.sandbox import Protection, describe
 from harness.sandboxed import judge_sandboxed, outside_tree
 from harness.workload import Workload
@@ -51,7 +51,8 @@ def verify(a: argparse.Namespace) -> int:
     verdicts = [judge_region(workload.model, candidate, change, backend, workload, a.seed)]
     if verdicts[0].passed:
         progress("judging the model, layer by layer")
-        verdicts.append(judge_model(workload.model, candidate, workload, a.seed))
+        full = a.model_level == "full"
+        verdicts.append(judge_model(workload.model, candidate, workload, a.seed, full=full))
     passed = all(verdict.passed for verdict in verdicts)
     latency = timed(workload, candidate) if a.time and passed else None
     return report(a, change.name, backend, verdicts, latency)
@@ -66,6 +67,7 @@ def verify_sandboxed(a: argparse.Namespace, workload: Workload) -> int:
         a.seed,
         required=a.require_sandbox,
         targets=(DECODE, PREFILL) if a.time else (),
+        full=a.model_level == "full",
         say=progress,
     )
     return report(
@@ -194,8 +196,33 @@ def print_verdict(name: str, verdict: Verdict) -> None:
             ),
             left=5,
         )
+    if verdict.drift is not None:
+        print_drift(verdict.drift)
     for note in verdict.notes:
         print(f"note: {note}")
+
+
+def print_drift(drift: Drift) -> None:
+    cli.print_table(
+        "free-running drift from the reference, no gate",
+        ("of", "routes", "step", "first layer", "last layer", "KL mean", "KL max", "top-1 flips"),
+        (
+            (
+                "reference under noise" if row.of == "reference" else row.of,
+                row.routes,
+                row.step,
+                f"{row.layers[0]:.2g}",
+                f"{row.layers[-1]:.2g}",
+                f"{row.kl_mean:.2g}",
+                f"{row.kl_max:.2g}",
+                f"{row.flips} of {row.tokens}",
+            )
+            for row in drift.rows
+        ),
+        left=3,
+    )
+    if drift.unforced is not None:
+        print(f"note: routes were not forced: {drift.unforced}")
 
 
 def worst(index: tuple[int, ...] | None, values: tuple[float, float] | None) -> str:

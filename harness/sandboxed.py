@@ -44,11 +44,12 @@ def judge_sandboxed(
     *,
     required: bool = False,
     targets: Sequence[str] = (),
+    full: bool = False,
     limits: Limits | None = None,
     say: Say = lambda text: None,
 ) -> Judged:
     """Judge a change, by name or file, in a worker; with `targets` (one decode, one prefill) time
-    it if it passed. UserError for what the user got wrong; what a candidate does is in the
+    it if it passed. `full` is `harness.layers.judge_model`'s. UserError for what the user got wrong; what a candidate does is in the
     verdict."""
     model = workload.name
     with Sandbox(
@@ -72,7 +73,7 @@ def judge_sandboxed(
             count = len(candidate.replaced)
             named = f"{candidate.change.name} ({candidate.backend})"
             say(f"{named} replaces {count} nodes in the sandbox; judging the region")
-            found = list(_verdicts(workload, candidate, seed, say))
+            found = list(_verdicts(workload, candidate, seed, full, say))
             if targets and found[-1].passed:
                 say("timing from outside")
                 try:
@@ -93,7 +94,9 @@ def judge_sandboxed(
         )
 
 
-def _verdicts(workload: Workload, candidate: Candidate, seed: int, say: Say) -> list[Verdict]:
+def _verdicts(
+    workload: Workload, candidate: Candidate, seed: int, full: bool, say: Say
+) -> list[Verdict]:
     change, backend = candidate.change, candidate.backend
     assert change is not None and backend is not None
     model = workload.model
@@ -101,7 +104,7 @@ def _verdicts(workload: Workload, candidate: Candidate, seed: int, say: Say) -> 
     found = [candidate.judged(region)]
     if found[0].passed:
         say("judging the model, layer by layer")
-        whole = judge_model(model, candidate.model, workload, seed)
+        whole = judge_model(model, candidate.model, workload, seed, full=full)
         found.append(candidate.judged(whole))
     return found
 
