@@ -49,8 +49,8 @@ def judge_sandboxed(
     say: Say = lambda text: None,
 ) -> Judged:
     """Judge a change, by name or file, in a worker; with `targets` (one decode, one prefill) time
-    it if it passed. `full` is `harness.layers.judge_model`'s. UserError for what the user got wrong; what a candidate does is in the
-    verdict."""
+    it if it passed. `full` is `harness.layers.judge_model`'s. UserError for what the user got
+    wrong; what a candidate does is in the verdict."""
     model = workload.name
     with Sandbox(
         workload.model, workload.device, model=model, limits=limits, required=required
