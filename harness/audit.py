@@ -8,13 +8,15 @@ for bit, what the module gives when it runs eagerly on the same inputs at other 
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from harness.left import Digests, Result, distinct, holding, where
 from harness.operators import is_real
 from harness.records import AuditedCall
 from harness.replay import named_arguments, named_results
@@ -31,37 +33,8 @@ RECAPTURED = (
 )
 EAGER_RUNS = 3  # of a module that does not repeat itself
 SEED_BITS = 48
-ROWS_AT_ONCE = 1 << 24  # elements that are digested at once: 128 MiB as integers
 
 Fresh = Callable[[int], HasArgs | tuple[Any, ...]]
-
-
-@dataclass
-class Result:
-    """What one run left: copies of its `outputs`, and a digest of each row of each argument."""
-
-    outputs: dict[str, Tensor]
-    rows: dict[str, Tensor]
-
-    def same(self, other: "Result") -> bool:
-        """Bit for bit."""
-        return all(same_bits(t, other.outputs[n]) for n, t in self.outputs.items()) and all(
-            torch.equal(t, other.rows[n]) for n, t in self.rows.items()
-        )
-
-    def apart(self, other: "Result") -> dict[str, float]:
-        """Distances: how many elements of each output and rows of each argument have other bits,
-        and by how much outputs differ at most."""
-        found = {}
-        for name, mine in self.outputs.items():
-            theirs = other.outputs[name]
-            found[name] = float((bits(mine) != bits(theirs)).sum())
-            if is_real(mine.dtype):
-                gap = (mine.double() - theirs.double()).abs().nan_to_num(torch.inf)
-                found[f"{name}, size"] = float(gap.max()) if gap.numel() else 0.0
-        for name, mine in self.rows.items():
-            found[name] = float((mine != other.rows[name]).sum())
-        return found
 
 
 @dataclass
@@ -83,7 +56,9 @@ class Auditor:
     seed: int = field(default_factory=lambda: secrets.randbits(SEED_BITS))
     trusted: Callable[..., Any] | None = None
     control: Callable[[], bool] | None = None
-    _factors: dict[int, Tensor] = field(default_factory=dict)
+    digests: Digests = field(default_factory=Digests)
+    time_us: float | None = None  # of the call, where it was made as the timed ones are
+    remembers: str | None = None  # why its time holds for inputs that it knows only
     _start: dict[str, Tensor] = field(default_factory=dict)
     _last: dict[str, Tensor] = field(default_factory=dict)
     _seen: Result | None = None
@@ -93,24 +68,22 @@ class Auditor:
         """Run the step once on the drawn inputs, by `run` if given; afterwards its tensors hold
         what they held before."""
         mine, theirs = self._named(self.step.args), self._named(arguments(self.fresh(self.seed)))
-        if wrong := [n for n in {**mine, **theirs} if _layout(mine, n) != _layout(theirs, n)]:
-            raise ValueError(f"the fresh inputs do not fit the step at {wrong[0]}")
         kept = self.step.output  # alive, so that its memory is not handed out again
         self._last = self._copies(kept)
-        moved: list[str] = []
-        try:
-            for name in mine:
-                _exchange(mine[name], theirs[name])
-                moved.append(name)
+        with holding(mine, theirs):
             self._start = self._rows(mine)
             self._poison(kept)
             (run or self.step)()
             self._wait()
             self._seen = Result(self._copies(self.step.output), self._rows(mine))
             self._returned_again = _addresses(kept) == _addresses(self.step.output)
-        finally:
-            for name in reversed(moved):  # views of one storage, too, get back what they held
-                mine[name].copy_(theirs[name])
+
+    @contextmanager
+    def unknown(self) -> Iterator[None]:
+        """The step's tensors hold inputs that were never run."""
+        args = arguments(self.fresh(secrets.randbits(SEED_BITS)))
+        with holding(self._named(self.step.args), self._named(args)):
+            yield
 
     def check(self) -> AuditedCall:
         """Compare the call with what the module gives."""
@@ -120,6 +93,7 @@ class Auditor:
         broken = self._broken(expected)
         if broken is None and self.trusted is not None:
             broken = self._misplaced(self._eager(self.trusted))
+        broken = broken or self.remembers
         reason, compared_with = broken, EAGER
         if broken is None and not self._seen.same(expected):
             reason, compared_with = self._second_opinion(expected)
@@ -171,10 +145,10 @@ class Auditor:
             got, start = self._seen.rows[name], self._start[name]
             skipped = (got == start) & (want != start)
             if skipped.any():
-                return f"{name} was not written {_where(skipped)}, as the model does"
+                return f"{name} was not written {where(skipped)}, as the model does"
             stray = (got != start) & (want == start)
             if stray.any():
-                return f"{name} was written {_where(stray)}, which the model leaves alone"
+                return f"{name} was written {where(stray)}, which the model leaves alone"
         return None
 
     def _second_opinion(self, expected: Result) -> tuple[str | None, str]:
@@ -214,49 +188,26 @@ class Auditor:
         for name, want in expected.rows.items():
             wrong = self._seen.rows[name] != want
             if wrong.any():
-                return f"{name} holds other values {_where(wrong)} than the module writes"
+                return f"{name} holds other values {where(wrong)} than the module writes"
         raise AssertionError("the two agree")
 
     def _recaptured(self) -> Result:
         """A second graph of the module, on inputs of its own; capturing runs it, so they are
         written once more before it counts."""
         with Step(self.model, arguments(self.fresh(self.seed)), "graph") as again:
-            other = Auditor(again, self.model, self.fresh, seed=self.seed, _factors=self._factors)
+            other = Auditor(again, self.model, self.fresh, seed=self.seed, digests=self.digests)
             other.call()
             assert other._seen is not None
             return other._seen
 
     def _named(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
-        """The arguments' tensors, each once."""
-        found: dict[Any, tuple[str, Tensor]] = {}
-        for name, t in named_arguments(self.model, args, {}).items():
-            found.setdefault(
-                (t.data_ptr(), t.shape, t.stride(), name if not t.numel() else ""), (name, t)
-            )
-        return dict(found.values())
+        return distinct(named_arguments(self.model, args, {}))
 
     def _copies(self, output: Any) -> dict[str, Tensor]:
         return {name: t.clone() for name, t in named_results(self.model, output).items()}
 
     def _rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._digest(tensor) for name, tensor in tensors.items()}
-
-    def _digest(self, tensor: Tensor) -> Tensor:
-        """A 64-bit digest of each row (last dimension): its bits times secret factors, added up.
-        Whole copies would not fit beside the weights."""
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
-        width = tensor.shape[-1] if tensor.ndim else 1
-        if width not in self._factors:
-            draws = [secrets.randbits(63) | 1 for _ in range(width)]
-            self._factors[width] = torch.tensor(draws, dtype=torch.int64, device=tensor.device)
-        found = []
-        rows = bits(tensor).reshape(-1, width) if width else bits(tensor).reshape(0, 1)
-        for part in rows.split(max(1, ROWS_AT_ONCE // max(1, width))):
-            found.append((part.long() * self._factors[width]).sum(-1))
-        empty = torch.zeros(0, dtype=torch.int64, device=tensor.device)
-        digest = torch.cat(found) if found else empty
-        return digest.view(tensor.shape[:-1] if tensor.ndim and width else digest.shape)
+        return {name: self.digests(tensor) for name, tensor in tensors.items()}
 
     def _poison(self, output: Any) -> None:
         """Fill what the last call returned, unless that is an argument's or a weight's memory."""
@@ -311,25 +262,9 @@ def arguments(inputs: HasArgs | tuple[Any, ...]) -> tuple[Any, ...]:
     return inputs if isinstance(inputs, tuple) else inputs.args
 
 
-def _layout(tensors: dict[str, Tensor], name: str) -> Any:
-    tensor = tensors.get(name)
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
-
-
-def _exchange(a: Tensor, b: Tensor) -> None:
-    held = a.clone()
-    a.copy_(b)
-    b.copy_(held)
-
-
 def _addresses(output: Any) -> list[int]:
     return [tensor.data_ptr() for _, tensor in leaves(output)]
 
 
 def _poisoned(tensor: Tensor) -> Tensor:
     return tensor.isnan() if is_real(tensor.dtype) else tensor == -1
-
-
-def _where(mask: Tensor) -> str:
-    first = tuple(mask.nonzero()[0].tolist())
-    return f"in {int(mask.sum())} row(s), the first at {first}"

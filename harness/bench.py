@@ -42,6 +42,7 @@ MIN_PAIRS = 5
 # buffers lie (0.6% on an H200, 2026-11-29); two trees of modules run the same code.
 TWINS = {"graph": 3, "eager": 2}
 MAX_SAMPLES = 2048
+UNKNOWN_ROUNDS = 7  # of base and candidate on inputs of their own
 
 
 class ImpossibleTimeError(Exception):
@@ -68,8 +69,9 @@ def compare(
     """Time `candidate` against `base` in interleaved pairs, at least `min_pairs`.
 
     `auditor`, one of `candidate`, gets its call among the pairs, before one of the first
-    `min_pairs`, which is drawn from the system's entropy. That call is made as the timed ones are,
-    and its time is dropped.
+    `min_pairs`, which is drawn from the system's entropy. That call is made as the timed ones are;
+    its time does not count. Where it took longer than any of them, the gain has to show on other
+    inputs that nobody knows, too.
 
     `mde_us` is what `smallest_effect` found for `base` under the same budget. Should these very
     pairs scatter more than the A/A pairs did (another process woke up), the record's `mde_us` is
@@ -79,7 +81,7 @@ def compare(
     differences = abba_differences(times)
     gain = median(differences)
     candidate_times = times[:, 1:3].ravel()
-    return Paired(
+    pair = Paired(
         base_us=median(times[:, [0, 3]].ravel()),
         candidate_us=median(candidate_times),
         candidate_interval_us=median_interval(candidate_times),
@@ -88,6 +90,10 @@ def compare(
         mde_us=max(mde_us, null_effect(differences - gain)),
         pairs=len(differences),
     )
+    if auditor is not None and auditor.time_us is not None and pair.gain_us > pair.mde_us:
+        if auditor.time_us > candidate_times.max():
+            auditor.remembers = _on_unknown_inputs(base, auditor, pair)
+    return pair
 
 
 def smallest_effect(
@@ -195,8 +201,35 @@ def _audit(auditor: Auditor, clock: Clock, next_step: Step) -> None:
     """An audit's call, made as if it were timed; the step that comes next runs once untimed, so
     that it does not find what the audit left in the caches."""
     clock.last = auditor.step  # one run, no more: a second would see what the first wrote
-    auditor.call(lambda: clock.take([auditor.step]))
+    taken: list[float] = []
+    auditor.call(lambda: taken.extend(clock.take([auditor.step])))
+    auditor.time_us = taken[0]
     clock.take([next_step])
+
+
+def _on_unknown_inputs(base: Step, auditor: Auditor, pair: Paired) -> str | None:
+    """Why the gain of `pair` does not hold for inputs that nobody ran before, or None.
+
+    A result that is remembered by the values of its inputs is right, and costs nothing the second
+    time.
+    """
+    clock = Clock(base.device)
+    gains = []
+    with quiet():
+        for index in range(UNKNOWN_ROUNDS):
+            steps = [base, auditor.step] if _is_exchanged(index) else [auditor.step, base]
+            times = {}
+            with auditor.unknown():
+                for step in steps:
+                    clock.last = step  # run once: the second run would know them
+                    times[step] = clock.take([step])[0]
+            gains.append(times[base] - times[auditor.step])
+    if max(gains) < min(pair.gain_interval_us[0], pair.mde_us):
+        return (
+            f"on inputs that it had not seen it gained {median(gains):.1f} us, not "
+            f"{pair.gain_us:.1f}: it remembers results"
+        )
+    return None
 
 
 def _timing(samples: list[float]) -> Timing:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.audit import Auditor
 from harness.bench import (
     ImpossibleTimeError,
     Step,
@@ -250,6 +251,64 @@ def test_what_starting_a_run_costs_is_allowed_for(clock, monkeypatch):
     found = both_clocks(clock.step(500.0), gap_us=0.0, budget_s=0.1)
     assert found.reason is not None and found.difference_us == -3.0
     assert both_clocks(clock.step(500.0), gap_us=3.0, budget_s=0.1).reason is None
+
+
+def known_and_new(clock, known_us: float, new_us: float, noise: float = 0.0):
+    """A step that takes `new_us` on inputs that it never met and `known_us` on others; it computes
+    what it should either way."""
+    met: set[float] = set()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        key = float(x[0])
+        clock.spend(known_us if key in met else new_us, noise)
+        met.add(key)
+        return x * 2
+
+    return forward
+
+
+def drawn_inputs(seed: int) -> tuple[torch.Tensor]:
+    return (torch.randn(4, generator=torch.Generator().manual_seed(seed)),)
+
+
+def compared_with_audit(clock, base_us: float, forward, noise: float = 0.0):
+    inputs = drawn_inputs(0)
+    base = Step(known_and_new(clock, base_us, base_us, noise), inputs, "eager")
+    step = Step(forward, inputs, "eager")
+    auditor = Auditor(step, forward, drawn_inputs)
+    pair = compare(base, step, 1.0, budget_s=0.1, min_pairs=8, auditor=auditor)
+    return pair, auditor
+
+
+def test_a_result_remembered_by_its_inputs_values_gains_nothing(clock):
+    forward = known_and_new(clock, known_us=100.0, new_us=1000.0)
+    pair, auditor = compared_with_audit(clock, 1000.0, forward)
+    assert pair.gain_us == 900.0  # the audit's call does not count
+    assert auditor.time_us == 1000.0
+    assert auditor.check().reason == (
+        "on inputs that it had not seen it gained 0.0 us, not 900.0: it remembers results"
+    )
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_gains_on_any_inputs_are_believed(clock, noise):
+    for _ in range(8):
+        forward = known_and_new(clock, 900.0, 900.0, noise)
+        pair, auditor = compared_with_audit(clock, 1000.0, forward, noise)
+        assert pair.gain_us > 0
+        assert auditor.check().reason is None
+
+
+def test_a_step_that_is_slow_with_all_new_inputs_keeps_its_gain(clock):
+    """Caches are cold for both then."""
+    forward = known_and_new(clock, 900.0, 1100.0)
+    inputs = drawn_inputs(0)
+    base = Step(known_and_new(clock, 1000.0, 1200.0), inputs, "eager")
+    step = Step(forward, inputs, "eager")
+    auditor = Auditor(step, forward, drawn_inputs)
+    pair = compare(base, step, 1.0, budget_s=0.1, min_pairs=8, auditor=auditor)
+    assert auditor.time_us == 1100.0 > pair.candidate_us
+    assert auditor.check().reason is None
 
 
 def test_a_time_below_the_floor_is_an_error():
