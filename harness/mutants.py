@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from harness.cases import Case, activations
 from harness.examine import NAMED
-from harness.mutate import Call, Key, altered, trace
+from harness.mutate import Call, Key, Wrong, trace
 from harness.mutations import SLIPS, in_bf16
 from harness.operators import LOW
 from harness.precision import PRECISION, REORDERED
@@ -85,7 +85,7 @@ def _of_points(node: nn.Module, case: Case, calls: list[Call]) -> Keyed:
             Mutant(
                 kind="rounding dropped",
                 what="FP32 goes to what uses it",
-                build=lambda node, key=key: altered(node, {}, key),
+                build=lambda node, key=key: Wrong(node, {}, key),
                 **about,
             ),
         )
@@ -139,14 +139,14 @@ def _earlier(call: Call) -> Key | None:
 
 
 def _moved_late(key: Key) -> Build:
-    return lambda node: altered(node, {}, key, late=True)
+    return lambda node: Wrong(node, {}, key, late=True)
 
 
 def _moved_early(key: Key, early: Key) -> Build:
     def rounded(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*map_tensors(in_bf16, tuple(map(in_bf16, args))), **kwargs)
 
-    return lambda node: altered(node, {early: rounded}, key)
+    return lambda node: Wrong(node, {early: rounded}, key)
 
 
 def _of_operators(calls: list[Call]) -> Keyed:
@@ -167,7 +167,7 @@ def _of_operators(calls: list[Call]) -> Keyed:
                         point=call.key.label,
                         operator=call.key.called,
                         source=call.source,
-                        build=lambda node, key=call.key, alteration=alteration: altered(
+                        build=lambda node, key=call.key, alteration=alteration: Wrong(
                             node, {key: alteration}
                         ),
                     ),

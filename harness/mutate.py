@@ -143,6 +143,7 @@ class Altered(_Watching):
     ) -> None:
         super().__init__(root)
         self.alter, self.unrounded, self.late = alter, unrounded, late
+        self.times = 0
         self.external: set[int] = set()  # storages of the node's arguments
         self.products: dict[int, tuple[Any, Any, Tensor]] = {}  # FP32 products: factors, result
         self.sums: dict[int, Tensor] = {}  # storage of an operand -> its last sum
@@ -159,6 +160,7 @@ class Altered(_Watching):
         return exact.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def call(self, key: Key, where: Site, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.times += key == self.unrounded or key in self.alter
         if key == self.unrounded:
             return self._leave_unrounded(self.alter.get(key), func, args, kwargs)
         if key in self.alter:
@@ -265,18 +267,23 @@ def _wide_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def altered(
-    node: nn.Module,
-    alter: dict[Key, Alteration],
-    unrounded: Key | None = None,
-    *,
-    late: bool = False,
-) -> Callable[..., Any]:
-    """`node`'s forward with those operators altered."""
+@dataclass
+class Wrong:
+    """`node`'s forward with some operators altered, and how often that happened."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with Altered(node, alter, unrounded, late=late) as run:
-            run.external = {storage(t) for _, t in leaves((args, kwargs))}
-            return node(*args, **kwargs)
+    node: nn.Module
+    alter: dict[Key, Alteration]
+    unrounded: Key | None = None
+    late: bool = False
+    times: int = 0
 
-    return forward
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run_altered(self, args, kwargs)
+
+
+def run_altered(wrong: Wrong, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with Altered(wrong.node, wrong.alter, wrong.unrounded, late=wrong.late) as run:
+        run.external = {storage(t) for _, t in leaves((args, kwargs))}
+        result = wrong.node(*args, **kwargs)
+    wrong.times += run.times
+    return result

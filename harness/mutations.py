@@ -159,8 +159,9 @@ def missing(call: Call) -> Found:
 def halves(call: Call) -> Found:
     """Parts of a dimension in another order, or every other element in the place of a half."""
     called = call.key.called
-    parts: Any = call.result if isinstance(call.result, (list, tuple)) else ()
     whole: Any = call.result
+    given: Any = call.args
+    parts: Any = call.result if isinstance(call.result, (list, tuple)) else ()
     if called in ("split", "split_with_sizes", "unbind") and len(parts) > 1:
         summed = call.users and all(u.key.called == "add" for u in call.users)
         alike = len({p.shape for p in parts}) == 1
@@ -170,8 +171,8 @@ def halves(call: Call) -> Found:
                 "in reverse order",
                 lambda run, func, args, kwargs: list(func(*args, **kwargs))[::-1],
             )
-        dim = call.args[2] if len(call.args) > 2 else 0
-        if called == "split" and alike and dim in (-1, call.args[0].ndim - 1):
+        dim = given[2] if len(given) > 2 else 0
+        if called == "split" and alike and dim in (-1, given[0].ndim - 1):
             yield (
                 "parts interleaved",
                 f"every {len(parts)}th element for a part",
@@ -179,8 +180,8 @@ def halves(call: Call) -> Found:
                     args[0][..., i :: len(parts)] for i in range(len(parts))
                 ],
             )
-    if called == "cat" and len({t.shape for t in call.args[0]}) == 1 < len(call.args[0]):
-        dim = call.args[1] if len(call.args) > 1 else 0
+    if called == "cat" and len({t.shape for t in given[0]}) == 1 < len(given[0]):
+        dim = given[1] if len(given) > 1 else 0
         yield (
             "parts swapped",
             "joined in reverse order",
@@ -193,7 +194,7 @@ def halves(call: Call) -> Found:
                 lambda run, func, args, kwargs: torch.stack(args[0], dim=-1).flatten(-2),
             )
     if called == "slice" and float_result(call):
-        source, dim = call.args[0], call.args[1] if len(call.args) > 1 else 0
+        source, dim = given[0], given[1] if len(given) > 1 else 0
         count = whole.shape[dim]
         if dim in (-1, source.ndim - 1) and 0 < count <= source.shape[dim] // 2:
 

@@ -21,6 +21,7 @@ from torch import nn
 HARNESS = str(Path(__file__).parent)
 ROOT = Path(__file__).parent.parent
 SKIPPED = str(Path(torch.__file__).parent), HARNESS
+ENTRIES = "replay", "trace", "run_altered"  # functions of the harness that call a module
 INLINE = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 LONGEST = 64  # characters of an expression in a name
 
@@ -38,13 +39,24 @@ class Site(NamedTuple):
 
 
 def site(modules: dict[int, str]) -> Site:
-    """The place on the current stack that is neither PyTorch's nor the harness's.
+    """The place on the current stack that is neither PyTorch's nor the harness's; PyTorch's where
+    one of its modules was called by the harness itself.
 
     `modules` gives the qualified names by `id(module)`.
     """
     frame: FrameType | None = sys._getframe(1)
+    own: tuple[FrameType, str] | None = None  # PyTorch's innermost module
     while frame is not None and frame.f_code.co_filename.startswith(SKIPPED):
+        if frame.f_code.co_filename.startswith(HARNESS):
+            if frame.f_code.co_name in ENTRIES:
+                frame = None
+                break
+        elif own is None and id(frame.f_locals.get("self")) in modules:
+            own = frame, modules[id(frame.f_locals["self"])]
         frame = frame.f_back
+    if frame is None and own is not None:
+        source = f"{_relative(own[0].f_code.co_filename)}:{own[0].f_lineno}"
+        return Site(own[1], _expression(own[0]), source)
     if frame is None:
         return Site("", "?", "?")
     source = f"{_relative(frame.f_code.co_filename)}:{frame.f_lineno}"

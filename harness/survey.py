@@ -17,7 +17,7 @@ from harness.region import RegionCases
 from harness.trees import same_bits
 from harness.workload import Workload
 from optimized.catalog import for_model
-from optimized.change import Change, Contract, Implementation, apply_change, nodes, share
+from optimized.change import Change, Contract, Implementation, apply_change, share
 
 KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
 
@@ -88,15 +88,19 @@ def judge_mutant(region: str, cases: RegionCases, candidate: nn.Module, mutant: 
     """Put the mutant into `candidate`, a tree that shares the reference's parameters, and judge it
     on the prepared cases until it is refused."""
     started = time.perf_counter()
+    forwards = []
     for name in cases.names:
         original = cases.reference.get_submodule(name)
-        put(candidate, name, original, mutant.build(original))
+        forwards.append(mutant.build(original))
+        put(candidate, name, original, forwards[-1])
     against = Against()
     verdict = cases.judge(candidate, "mutant", until_fault=True, watch=against)
     if not verdict.passed:
         status, reason = KILLED, verdict.reason or ""
     elif against.differing:
         status, reason = SURVIVED, closest(verdict, against)
+    elif not any(getattr(f, "times", 1) for f in forwards):
+        status, reason = SURVIVED, "the judged cases never reach the operator"
     else:
         status = EQUIVALENT
         reason = f"bit-identical in {against.cases} cases, {against.elements:,} elements"
@@ -195,7 +199,3 @@ def judge_honest(
             reason=verdict.reason,
             cases=verdict.cases,
         )
-
-
-def has_calls(workload: Workload, region: str) -> bool:
-    return bool(nodes(workload.model, region))
