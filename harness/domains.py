@@ -21,10 +21,12 @@ from harness.compare import SelfNoise
 from harness.examine import Examination, Prepared
 from harness.nodes import pick_nodes
 from harness.observe import Observed
+from harness.policy import DEFAULT, Policy
 from harness.records import Verdict
 from harness.region import RegionCases
 from harness.routes import Deviations
 from harness.workload import Target, Workload, free_bytes
+from optimized.change import Change
 from optimized.domain import Domain, Facts, domain_of
 from optimized.guards import argument_names, facts_of
 
@@ -55,6 +57,27 @@ class Tested:
     @property
     def domain(self) -> Domain:
         return domain_of(self.calls)
+
+
+def judge_with_domain(
+    reference: nn.Module,
+    candidate: nn.Module,
+    change: Change,
+    backend: str,
+    workload: Workload,
+    seed: int,
+    *,
+    targets: Sequence[str] = (),
+    policy: Policy = DEFAULT,
+) -> Verdict:
+    """The verdict on a region, as `harness.judge.judge_region` says, with the domain it holds for:
+    its cases and, beside them, the calls of the steps called `targets`."""
+    cases = RegionCases.prepare(
+        reference, change.region, change.contract, workload, seed, policy, keep=False
+    )
+    tested = Tested(candidate)
+    verdict = cases.judge(candidate, backend, watch=tested)
+    return with_domain(verdict, cases, tested, workload, [workload.target(t) for t in targets])
 
 
 def with_domain(

@@ -25,7 +25,21 @@ def changes() -> dict[str, Change]:
 
     A file whose optional library (Triton, CuTe DSL) is not installed is left out, with a warning.
     """
-    found: dict[str, Change] = {}
+    return {name: change for name, (change, _) in _found().items()}
+
+
+def file_of(name_or_path: str) -> Path:
+    """The file that defines what `load_change` finds under this name; ValueError if none does."""
+    if name_or_path.endswith(".py"):
+        return Path(name_or_path)
+    found = _found()
+    if name_or_path not in found:
+        raise ValueError(f"unknown change {name_or_path!r}; known: {', '.join(found)}")
+    return found[name_or_path][1]
+
+
+def _found() -> dict[str, tuple[Change, Path]]:
+    found: dict[str, tuple[Change, Path]] = {}
     for info in pkgutil.iter_modules([str(FOLDER)]):
         if "\nCHANGE" not in (FOLDER / f"{info.name}.py").read_text():
             continue
@@ -36,7 +50,7 @@ def changes() -> dict[str, Change]:
             continue
         if change.name in found:
             raise ValueError(f"two files of optimized/ define a change named {change.name!r}")
-        found[change.name] = change
+        found[change.name] = change, FOLDER / f"{info.name}.py"
     return found
 
 
