@@ -5,6 +5,7 @@ from statistics import median
 
 from harness.records import (
     Attempt,
+    Audit,
     Baseline,
     KernelRow,
     LayerMap,
@@ -199,3 +200,18 @@ def describe_verdict(verdict: Verdict) -> str:
     outcome = "passed" if verdict.passed else f"failed: {verdict.reason}"
     cases = "1 case" if verdict.cases == 1 else f"{verdict.cases} cases"
     return f"{verdict.scope} verdict on {cases} (seed {verdict.seed}) {outcome}"
+
+
+def describe_audit(audit: Audit) -> str:
+    """What was run again, on what inputs, and whether the two clocks agree."""
+    runs = ", ".join(f"{c.step} {c.when} (seed {c.seed})" for c in audit.calls)
+    outcome = f"failed: {audit.reason}" if audit.reason else "passed"
+    parts = [f"audit {outcome}", f"run on inputs drawn later: {runs}"]
+    parts += sorted({f"compared with {call.compared_with}" for call in audit.calls})
+    if (clocks := audit.clocks) is not None:
+        parts.append(
+            f"decode {clocks.inside_us:.1f} us from inside, {clocks.outside_us:.1f} us from "
+            f"outside ({clocks.difference_us:+.1f} us, of which "
+            f"{clocks.spread_us + clocks.gap_us:.1f} us can be explained)"
+        )
+    return "; ".join(parts)

@@ -97,6 +97,7 @@ def context(run: Run) -> dict[str, Any]:
         "broken_points": figures.broken_points,
         "describe_point": figures.describe_point,
         "describe_verdict": figures.describe_verdict,
+        "describe_audit": figures.describe_audit,
     }
 
 

@@ -85,6 +85,7 @@ def _change(attempt: Attempt) -> dict[str, Any]:
             "region": attempt.region_verdict.to_json() if attempt.region_verdict else None,
             "model": attempt.model_verdict.to_json() if attempt.model_verdict else None,
         },
+        "audit": attempt.audit.to_json() if attempt.audit else None,
     }
 
 
