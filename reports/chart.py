@@ -35,7 +35,7 @@ def step_chart(run: Run, kind: str) -> str | None:
     FigureCanvasSVG(figure)
     figure.patch.set_alpha(0)
     _draw(figure.add_subplot(), path, _visible_baselines(run, kind, path))
-    return _inline(figure, f"{kind}-")
+    return inline(figure, f"{kind}-")
 
 
 def _levels(path: list[Step]) -> list[float]:
@@ -135,7 +135,7 @@ def _frame(axes, path: list[Step], values: list[float], unit: str) -> None:
         spine.set_visible(False)
 
 
-def _inline(figure, prefix: str) -> str:
+def inline(figure, prefix: str) -> str:
     """The figure as an <svg> element: text as text, no links out, ids of its own, page colours."""
     import matplotlib
 

@@ -1,0 +1,75 @@
+"""The closing verdict's drift and routing in both reports."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.ledger import Ledger
+from harness.records import Drift, DriftRow, Flip, Routing, Verdict
+from reports.drift import chart, lines, routing
+from reports.markdown import markdown
+from reports.page import page
+from reports.run import Run
+
+
+def row(of: str, routes: str, step: str, *layers: float, flips: int = 0) -> DriftRow:
+    return DriftRow(
+        of=of, routes=routes, step=step, layers=layers, kl_mean=2.5e-5, kl_max=4e-4, flips=flips,
+        tokens=24,
+    )  # fmt: skip
+
+
+ROWS = (
+    row("result", "free", "prefill", 0.0, 0.0031, 0.092, flips=2),
+    row("reference", "free", "prefill", 0.0027, 0.0055, 0.13, flips=4),
+    row("result", "forced", "decode", 0.0, 0.0011, 0.0037),
+)
+FLIP = Flip(where="layers.3, prefill", output="gate[1]", row=60, margin=0.0012, limit=0.0019)
+
+
+def closed(directory: Path, unforced: str | None = None, *, drifts: bool = True) -> Run:
+    drift = Drift(layers=("a", "b", "c"), decodes=8, seed=1, rows=ROWS, unforced=unforced)
+    verdict = Verdict(
+        scope="model", passed=True, reason=None, cases=216, seed=1, outputs=(), points=(),
+        notes=("free-running prefill: relative 0.09",),
+        routing=Routing(rows=1288, flipped=1, flips=(FLIP,)) if drifts else None,
+        drift=drift if drifts else None,
+    )  # fmt: skip
+    Ledger.open(directory).append("model_verdict", verdict)
+    run = Run.load(directory)
+    assert run.closing_verdict == verdict  # through the ledger and back
+    return run
+
+
+def test_the_table_in_markdown(cpu_run: Path) -> None:
+    shown = markdown(closed(cpu_run))
+    assert "## Drift of the result" in shown
+    first = "| the result | free | prefill | 0 | 0.092 | 2.5e-5 | 0.0004 | 2 of 24 |"
+    noise = "| the reference under noise | free | prefill | 0.0027 | 0.13 |"
+    assert first in shown and noise in shown
+    assert "In the gate: 1,288 rows of choices compared, 1 differ" in shown
+    assert "the largest margin is 0.0012, 0.0019 is noise (layers.3, prefill, gate[1], row 60)" in (
+        shown
+    )
+    assert "free-running prefill: relative" not in shown  # the table says it
+
+
+def test_the_page_has_the_chart_too(cpu_run: Path) -> None:
+    shown = page(closed(cpu_run, "mlp.gate is not called by itself"))
+    section = shown.partition("Drift of the result")[2].partition("<h2>Controls")[0]
+    assert section.count("<tr>") == 1 + len(ROWS)
+    assert "<svg" in section and "relative error" in section and "var(--kept)" in section
+    assert "Routes were not forced: mlp.gate is not called by itself." in section
+    assert len(re.findall(r'id="', shown)) == len(set(re.findall(r'id="([^"]*)"', shown)))
+
+
+@pytest.mark.parametrize("render", [markdown, page], ids=["md", "html"])
+def test_a_verdict_without_drift_has_no_table(render, cpu_run: Path) -> None:
+    shown = render(closed(cpu_run, drifts=False))
+    assert "Drift of the result" not in shown
+    assert "free-running prefill: relative 0.09" in shown
+
+
+def test_nothing_is_shown_before_the_end() -> None:
+    assert (lines(None), routing(None), chart(None)) == ([], None, None)
