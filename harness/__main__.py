@@ -18,6 +18,7 @@ MODULES = {
     "ceilings": "harness.command_bench",
     "aa": "harness.command_bench",
     "rounding-points": "harness.command_verify",
+    "mutants": "harness.command_mutants",
     "certify": "harness.command_certify",
 }
 
@@ -65,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     certify.add_argument("file", metavar="FILE", help="a certificate.json of a run")
     certify.add_argument("--time", action="store_true", help="time it again, too")
     certify.add_argument("--seconds", type=positive, default=4.0, help="for each comparison")
+    add_mutants(add("mutants", "is every wrong variant of each region refused, and nothing right?"))
     aa = add("aa", "time a step against itself: how small an effect can be told from none?")
     aa.add_argument("--target", default="decode-bs1", help="the step")
     aa.add_argument("--comparisons", type=count, default=20, help="of the step with itself")
@@ -72,10 +74,28 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def add_mutants(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--region", nargs="+", metavar="R", help="which; default all")
+    command.add_argument("--budget-minutes", type=positive, help="stop after so long")
+    which = command.add_mutually_exclusive_group()
+    which.add_argument("--limit", type=count, help="the first so many mutants of each region")
+    which.add_argument("--sample", type=count, help="so many of each region, drawn by the seed")
+    command.add_argument(
+        "--honest", type=whole, help="verdicts on right changes; default one for each of them"
+    )
+
+
 def positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def whole(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
     return value
 
 

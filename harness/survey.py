@@ -1,23 +1,27 @@
 """The judge judged: are all mutants of a region killed, and all honest changes accepted?"""
 
 import copy
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from harness.errors import UserError
 from harness.examine import Prepared
 from harness.judge import judge_region
 from harness.mutants import Mutant
 from harness.observe import Observed
 from harness.records import Verdict
 from harness.region import RegionCases
+from harness.selftest import regions
 from harness.trees import same_bits
 from harness.workload import Workload
 from optimized.catalog import for_model
-from optimized.change import Change, Contract, Implementation, apply_change, share
+from optimized.change import Change, Contract, Implementation, apply_change, nodes, share
 
 KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
 
@@ -39,6 +43,10 @@ class Outcome:
     elements: int
     differing: int
     seconds: float
+
+    def __str__(self) -> str:
+        place = f"`{self.point}` [{self.operator}] ({self.source})"
+        return f"{self.kind} at {place}, {self.what}: {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -199,3 +207,44 @@ def judge_honest(
             reason=verdict.reason,
             cases=verdict.cases,
         )
+
+
+def regions_of(workload: Workload, wanted: list[str] | None) -> list[str]:
+    """The model's regions, or those of them that are wanted; UserError for one without nodes."""
+    known = list(regions(workload.model))
+    for region in wanted or ():
+        if not nodes(workload.model, region):
+            raise UserError(
+                f"model {workload.name} has no region {region!r}; it has: {', '.join(known)}"
+            )
+    return wanted or known
+
+
+def chosen(mutants: list[Mutant], limit: int | None, sample: int | None, seed: int) -> list[Mutant]:
+    """The first `limit` mutants, or `sample` drawn by `seed`; all without either."""
+    if sample is not None:
+        drawn = sorted(random.Random(seed).sample(range(len(mutants)), min(sample, len(mutants))))
+        return [mutants[i] for i in drawn]
+    return mutants[:limit]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How a group of mutants fared; those that were `left` were not judged."""
+
+    made: int
+    killed: int
+    survived: int
+    equivalent: int
+    left: int = 0
+
+
+def counted(outcomes: Iterable[Outcome], left: int = 0) -> Counts:
+    words = Counter(o.status for o in outcomes)
+    return Counts(
+        made=words.total() + left,
+        killed=words[KILLED],
+        survived=words[SURVIVED],
+        equivalent=words[EQUIVALENT],
+        left=left,
+    )
