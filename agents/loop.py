@@ -12,12 +12,13 @@ from agents.measure import Steps
 from agents.policy import Decision, decide
 from agents.proposers.auto import PROPOSERS
 from agents.proposers.base import Context, Suggestion, Tried, suggest
-from agents.session import LAYERS_PER_KIND, Session
+from agents.session import Session
 from agents.tuner import tune
 from harness import judge
+from harness.domains import judge_with_domain
 from harness.errors import SelfTestError, UserError
 from harness.records import Attempt, Audit, Latency, Status, Verdict
-from optimized.change import KnobValue, apply_change, nodes, share
+from optimized.change import KnobValue, apply_change, limit, nodes, share
 from optimized.inductor import region_source
 from optimized.plan import Enabled, make_knobs
 
@@ -33,6 +34,7 @@ class Outcome:
     model_verdict: Verdict | None = None
     latency: Latency | None = None
     audit: Audit | None = None
+    generated: str | None = None  # what a compiler made of the region, up to its verdict
     failure: str | None = None
     model: nn.Module | None = None
     steps: Steps | None = None
@@ -167,6 +169,7 @@ class Loop:
             )
         if attempt.status is Status.KEPT and outcome.model and outcome.steps and outcome.latency:
             self.session.adopt(outcome.model, outcome.steps, outcome.latency)
+            self.session.certify(outcome.generated)
         elif outcome.steps is not None:
             outcome.steps.close()
         return attempt
@@ -191,11 +194,20 @@ class Loop:
         if storages(outcome.model) != where:
             session.rebase()  # packing moved weights that a captured graph still points to
         seed = self.workload.seed + len(self.history.attempts)
-        outcome.region_verdict = judge.judge_region(
-            session.reference, outcome.model, change, backend, self.workload, seed
+        outcome.region_verdict = judge_with_domain(
+            session.reference,
+            outcome.model,
+            change,
+            backend,
+            self.workload,
+            seed,
+            targets=session.judged_targets,
         )
         if not outcome.region_verdict.passed:
             return
+        outcome.generated = region_source(outcome.model, change.region)
+        assert outcome.region_verdict.domain is not None  # it passed
+        limit(outcome.model, change, outcome.region_verdict.domain)  # what is timed was judged
         outcome.steps = measure.steps(outcome.model)
         effects = self.history.effect_us()
         outcome.latency = measure.latency(session.base, outcome.steps, effects)
@@ -212,7 +224,7 @@ class Loop:
                 outcome.model,
                 self.workload,
                 seed,
-                per_kind=None if self.workload.toy else LAYERS_PER_KIND,
+                per_kind=session.layers_per_kind,
             )
 
     def save_source(self, attempt: Attempt, model: nn.Module) -> str | None:

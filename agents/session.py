@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from agents import certificates
 from agents.budget import Budget
+from agents.certificates import enabled
 from agents.controls import SLOWED_BY
 from agents.history import History
 from agents.measure import KINDS, Measure, Steps
@@ -21,11 +23,11 @@ from harness.environment import environment
 from harness.errors import UserError
 from harness.floors import least_work
 from harness.ledger import Ledger
-from harness.records import Attempt, Ceilings, Environment, Latency, Paired, Timing
+from harness.records import Ceilings, Environment, Latency, Paired, Timing
 from harness.weights import Weights
 from harness.workload import TARGETS, Workload
 from optimized.change import share
-from optimized.plan import Enabled, Plan, apply_enabled
+from optimized.plan import Plan, apply_enabled
 from traces.kernels import aggregate, kernel_rows
 from traces.layers import layer_map
 from traces.opportunities import Opportunity, opportunities
@@ -74,6 +76,9 @@ class Session:
             self.calibrate()
         if self.ledger.last("opportunities") is None:
             self.profile("before")
+        if self.resumed:
+            names = self.timed_targets
+            certificates.restore(self.ledger, self.workload, names, self.layers_per_kind)
 
     def identify(self) -> None:
         here = environment(self.workload.device)
@@ -110,6 +115,31 @@ class Session:
             self.progress.stage("self-test: the judge's replay reproduces the reference")
             judge.self_test(reference, self.workload, self.workload.seed)
             self.ledger.append("self_test", {"passed": True})
+
+    @property
+    def timed_targets(self) -> dict[str, str]:
+        return {kind: target.name for kind, target in self.measure.targets.items()}
+
+    @property
+    def judged_targets(self) -> tuple[str, ...]:
+        """The steps of which a region is judged, too: those that are timed for every change, and
+        all others where they are small."""
+        return tuple(TARGETS if self.workload.toy else self.timed_targets.values())
+
+    @property
+    def layers_per_kind(self) -> int | None:
+        """How many layers of each kind judge one change; None: all."""
+        return None if self.workload.toy else LAYERS_PER_KIND
+
+    def certify(self, generated: str | None) -> None:
+        """Leave a certificate of the change that was kept last."""
+        certificates.certify(
+            self.ledger,
+            self.workload,
+            self.timed_targets,
+            self.layers_per_kind,
+            generated=generated,
+        )
 
     @cached_property
     def ceilings(self) -> Ceilings:
@@ -301,11 +331,6 @@ class Session:
                 except (UserError, torch.OutOfMemoryError) as error:
                     found[key] = next(iter(str(error).splitlines()), type(error).__name__)
         return found
-
-
-def enabled(attempt: Attempt) -> Enabled:
-    """The line of a plan that a kept attempt stands for."""
-    return Enabled(name=attempt.name, backend=attempt.backend, knobs=attempt.knobs)
 
 
 def candidate_timing(pair: Paired) -> Timing:

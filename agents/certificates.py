@@ -1,0 +1,87 @@
+"""Certificates of a run: one for each kept change, in the ledger and as a file beside it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from agents.history import History
+from harness.certificate import NAME, Certificate, folder_of
+from harness.certify import certificate
+from harness.ledger import Ledger
+from harness.records import Attempt, Environment
+from harness.workload import Workload
+from optimized.plan import Enabled
+
+EVENT = "certificate"
+
+
+def enabled(attempt: Attempt) -> Enabled:
+    """The line of a plan that a kept attempt stands for."""
+    verdict = attempt.region_verdict
+    return Enabled(
+        name=attempt.name,
+        backend=attempt.backend,
+        knobs=attempt.knobs,
+        domain=None if verdict is None else verdict.domain,
+    )
+
+
+def certify(
+    ledger: Ledger,
+    workload: Workload,
+    timed: dict[str, str],
+    layers_per_kind: int | None,
+    *,
+    generated: str | None,
+) -> Path:
+    """Certify the change that was kept last: into the ledger, then into its own folder.
+
+    `timed` names the run's targets by "decode" and "prefill", `layers_per_kind` says how many
+    layers judged the change at model level, `generated` is what a compiler made for it.
+    """
+    kept = History(ledger).kept
+    return _certify(ledger, workload, timed, layers_per_kind, kept, generated)
+
+
+def restore(
+    ledger: Ledger, workload: Workload, timed: dict[str, str], layers_per_kind: int | None
+) -> None:
+    """Write what is missing of the certificates: the files from the ledger, where the same bytes
+    come out, and for the last kept change, if the run was killed before, the certificate too."""
+    kept = History(ledger).kept
+    certificates = ledger.all(EVENT, Certificate)
+    for attempt, made in zip(kept, certificates, strict=False):
+        folder = folder_of(ledger.directory, attempt.index, attempt.name)
+        if not (folder / NAME).exists():
+            made.save(folder)
+    for count in range(len(certificates) + 1, len(kept) + 1):
+        source = kept[count - 1].generated_source
+        text = None if source is None else (ledger.directory / source).read_text()
+        _certify(ledger, workload, timed, layers_per_kind, kept[:count], text)
+
+
+def _certify(
+    ledger: Ledger,
+    workload: Workload,
+    timed: dict[str, str],
+    layers_per_kind: int | None,
+    kept: Sequence[Attempt],
+    generated: str | None,
+) -> Path:
+    *before, attempt = kept
+    assert attempt.region_verdict is not None  # it has a latency, so it has a verdict
+    made = certificate(
+        workload,
+        enabled(attempt),
+        [enabled(a) for a in before],
+        region_verdict=attempt.region_verdict,
+        model_verdict=attempt.model_verdict,
+        latency=attempt.latency,
+        environment=Environment.from_json(
+            ledger.last("resumed") or ledger.last("environment") or {}
+        ),
+        timed=timed,
+        layers_per_kind=layers_per_kind,
+        generated=generated,
+    )
+    ledger.append(EVENT, made)
+    return made.save(folder_of(ledger.directory, attempt.index, attempt.name))
