@@ -237,19 +237,27 @@ def test_a_patched_timer_is_told_by_the_other_clock(clock, monkeypatch, factor, 
     assert found.difference_us == pytest.approx(found.outside_us - found.inside_us, abs=10)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("noise", [0.0, 0.05, 5.0])
 def test_clocks_of_an_honest_step_agree(clock, noise):
-    for _ in range(8):
-        found = both_clocks(clock.step(500.0, noise=noise), gap_us=0.0, budget_s=0.1)
-        assert found.reason is None
-        assert found.inside_us >= 500 and found.spread_us <= 500 * 10 * noise
+    """On a CPU they watch the same runs, so no noise lies between them."""
+    found = both_clocks(clock.step(500.0, noise=noise), gap_us=0.0, budget_s=0.1)
+    assert found.reason is None
+    assert max(abs(found.difference_us), found.spread_us) < 1e-3  # the clock's nanoseconds
+    assert (found.inside_us > 500) == (noise > 0)
+
+
+def test_real_clocks_agree_on_a_busy_machine():
+    step = small_step()
+    gap_us = empty_us(CPU)
+    reasons = [both_clocks(step, gap_us=gap_us, budget_s=0.02).reason for _ in range(10)]
+    assert reasons == [None] * 10
 
 
 def test_what_starting_a_run_costs_is_allowed_for(clock, monkeypatch):
-    """Each reading of the inner clock takes 3 us, which the outer one does not see."""
+    """Each reading of the inner clock takes 3 us, and only the second of a run's two is in it."""
     monkeypatch.setattr(time, "perf_counter_ns", lambda: clock.spend(3.0) or clock.now_ns)
     found = both_clocks(clock.step(500.0), gap_us=0.0, budget_s=0.1)
-    assert found.reason is not None and found.difference_us == -3.0
+    assert found.reason is not None and found.difference_us == 3.0
     assert both_clocks(clock.step(500.0), gap_us=3.0, budget_s=0.1).reason is None
 
 
