@@ -52,23 +52,29 @@ class CombineKnobs:
 def combine_kernel(
     y_ptr,
     weights_ptr,
+    places_ptr,
     out_ptr,
     weights_stride,
     scale,
     D: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLACED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = column < D
-    y_row, weights_row = y_ptr + token * K * D, weights_ptr + token * weights_stride
-    total = tl.load(y_row + column, mask=valid, other=0.0).to(tl.float32) * tl.load(weights_row)
-    for slot in tl.static_range(1, K):  # pyright: ignore[reportGeneralTypeIssues]
-        y = tl.load(y_row + slot * D + column, mask=valid, other=0.0).to(tl.float32)
-        total += y * tl.load(weights_row + slot)
+    weights_row = weights_ptr + token * weights_stride
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
+        place = token * K + slot
+        if PLACED:
+            place = tl.load(places_ptr + place)
+        y = tl.load(y_ptr + place * D + column, mask=valid, other=0.0).to(tl.float32)
+        weighted = y * tl.load(weights_row + slot)
+        total = weighted if slot == 0 else total + weighted
     tl.store(out_ptr + token * D + column, (total * scale).to(tl.bfloat16), mask=valid)
 
 
@@ -96,27 +102,44 @@ def build(node: Any, knobs: CombineKnobs | None):
     """(y [N, K, D] BF16, weights [N, K] FP32) -> [N, D] BF16."""
 
     def forward(y: Tensor, weights: Tensor) -> Tensor:
-        sizes = shape(node, y, weights)
-        chosen = knobs or CombineKnobs.heuristic(sizes)
-        out = torch.empty((sizes["N"], sizes["D"]), dtype=y.dtype, device=y.device)
-        if out.numel() == 0:
-            return out
-        launch(
-            combine_kernel,
-            (sizes["N"], triton.cdiv(sizes["D"], chosen.block)),
-            y,
-            weights,
-            out,
-            row_stride(weights),
-            node.scale,
-            D=sizes["D"],
-            K=sizes["K"],
-            BLOCK=chosen.block,
-            num_warps=chosen.warps,
-        )
-        return out
+        return weighted_sum(y, weights, node.scale, knobs=knobs)
 
     return forward
+
+
+def weighted_sum(
+    y: Tensor,
+    weights: Tensor,
+    scale: float,
+    *,
+    places: Tensor | None = None,
+    knobs: CombineKnobs | None = None,
+) -> Tensor:
+    """sum_k weights[n, k] y[n, k] times `scale` -> [N, D] BF16, for y [N, K, D].
+
+    With `places` [N * K] int64, the row of pair i is y.flatten(0, 1)[places[i]].
+    """
+    tokens, top_k, width = (*weights.shape, y.shape[-1])
+    chosen = knobs or CombineKnobs.heuristic({"N": tokens, "K": top_k, "D": width})
+    out = torch.empty((tokens, width), dtype=y.dtype, device=y.device)
+    if out.numel() == 0:
+        return out
+    launch(
+        combine_kernel,
+        (tokens, triton.cdiv(width, chosen.block)),
+        y,
+        weights,
+        weights if places is None else places,
+        out,
+        row_stride(weights),
+        scale,
+        D=width,
+        K=top_k,
+        BLOCK=chosen.block,
+        PLACED=places is not None,
+        num_warps=chosen.warps,
+    )
+    return out
 
 
 def offline_cases() -> list[OfflineCase]:
@@ -124,15 +147,16 @@ def offline_cases() -> list[OfflineCase]:
     signature = {
         "y_ptr": "*bf16",
         "weights_ptr": "*fp32",
+        "places_ptr": "*i64",
         "out_ptr": "*bf16",
         "weights_stride": "i32",
         "scale": "fp32",
-        **dict.fromkeys(("D", "K", "BLOCK"), "constexpr"),
+        **dict.fromkeys(("D", "K", "BLOCK", "PLACED"), "constexpr"),
     }
     cases = []
     for rows in (1, 16384):
         knobs = CombineKnobs.heuristic({"N": rows, "K": 8, "D": 5120})
-        values = {"D": 5120, "K": 8, "BLOCK": knobs.block}
+        values = {"D": 5120, "K": 8, "BLOCK": knobs.block, "PLACED": rows > 1}
         cases.append(OfflineCase(combine_kernel, signature, values, knobs.warps))
     return cases
 

@@ -19,12 +19,12 @@ class PublishedMoE(nn.Module):
 
     def __init__(self, moe: MoE) -> None:
         super().__init__()
-        self.gate, self.experts, self.scale = moe.gate, moe.experts, moe.combine.scale
+        self.gate, self.experts, self.scale = moe.gate, moe.experts, moe.experts.combine.scale
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
         weights, experts = self.gate(rows)
-        y = (self.experts(rows, experts) * weights[..., None]).to(x.dtype)
+        y = (self.experts.each(rows, experts) * weights[..., None]).to(x.dtype)
         order = experts.argsort(dim=-1)[..., None].expand_as(y)
         total = torch.zeros_like(rows)
         for term in y.gather(1, order).unbind(dim=1):

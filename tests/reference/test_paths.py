@@ -40,7 +40,7 @@ def test_gathered_and_grouped_experts_agree(dtype: torch.dtype, tokens: int) -> 
     def run(m: beam.Beam, x: Tensor, limit: int) -> Tensor:
         part = experts_of(m)
         part.gather_limit = limit
-        return part(x, chosen)
+        return part.each(x, chosen)
 
     assert experts.gather_limit == c.gather_limit
     gathered, grouped = run(model, x, tokens * c.top_k), run(model, x, 0)
@@ -54,9 +54,9 @@ def test_grouped_experts_without_tokens_for_some() -> None:
     experts = experts_of(model)
     x = random(40, small.SMALL.hidden, dtype=torch.bfloat16)
     chosen = torch.tensor([[0, 15, 0, 15]]).expand(40, -1)
-    y = experts(x, chosen)
+    y = experts.each(x, chosen)
     assert torch.equal(y[:, :2], y[:, 2:])
-    one = experts(x[:1], chosen[:1])
+    one = experts.each(x[:1], chosen[:1])
     assert torch.equal(one[0, 0], y[0, 0]) and torch.equal(one[0, 1], y[0, 1])
 
 

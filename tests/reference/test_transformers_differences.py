@@ -36,10 +36,10 @@ def test_where_the_routed_scale_goes_is_a_difference_of_its_own() -> None:
     x = random(1, T, small.SMALL.hidden, seed=5)
     rows = x.flatten(0, 1)
     weights, experts = moe.gate(rows)
-    terms = (moe.experts(rows, experts).float() * weights[..., None]).unbind(dim=1)
+    terms = (moe.experts.each(rows, experts).float() * weights[..., None]).unbind(dim=1)
     total = sum(terms[1:], terms[0])
-    assert torch.equal((total * moe.combine.scale).to(BF16).view_as(x), moe(x))
-    assert not torch.equal((total.to(BF16) * moe.combine.scale).view_as(x), moe(x))
+    assert torch.equal((total * moe.experts.combine.scale).to(BF16).view_as(x), moe(x))
+    assert not torch.equal((total.to(BF16) * moe.experts.combine.scale).view_as(x), moe(x))
 
 
 def test_attention_interior_is_the_only_difference_of_attention() -> None:

@@ -107,13 +107,13 @@ def test_expert_outputs(dtype: torch.dtype) -> None:
     model, x = small.build(dtype), hidden(dtype)
     rows = x.flatten(0, 1)
     _, experts = routed(model, x)
-    ours = model.model.layers[MOE_SLIDING].mlp.experts(rows, experts)
+    ours = model.model.layers[MOE_SLIDING].mlp.experts.each(rows, experts)
     # One expert a token at weight 1 makes the published sum over experts a plain output.
     one = torch.ones(rows.shape[0], 1)
     published = oracle.published(model).model.layers[MOE_SLIDING].mlp.experts
     theirs = torch.stack([published(rows, e[:, None], one) for e in experts.unbind(1)], dim=1)
     reordered = (
-        undo(m.model.layers[MOE_SLIDING].mlp.experts(rows[..., o], experts), o)
+        undo(m.model.layers[MOE_SLIDING].mlp.experts.each(rows[..., o], experts), o)
         for m, o in reorderings(model, model.config, ORDERINGS)
     )
     assert_within(theirs, ours, reordered)

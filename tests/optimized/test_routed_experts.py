@@ -1,4 +1,4 @@
-"""The experts' kernels against the reference: three roundings, ragged sizes, repeated experts."""
+"""The experts' kernels against the reference: four roundings, ragged sizes, repeated experts."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optimized.experts_decode import CHANGE, ExpertsKnobs
+from optimized.routed_experts import CHANGE, MAX_PAIRS, ExpertsKnobs
 from reference.beam import Experts, configs
 from tests.optimized.kernel_checks import (
     DEVICE,
@@ -37,6 +37,12 @@ def choices(tokens: int, top_k: int, experts: int) -> torch.Tensor:
     return torch.stack(rows).to(DEVICE) if rows else torch.empty(0, top_k, dtype=torch.int64)
 
 
+def shares(experts: torch.Tensor) -> torch.Tensor:
+    """Weights as a router gives them: positive, adding up to one."""
+    drawn = torch.rand(experts.shape, generator=torch.Generator().manual_seed(7)) + 0.1
+    return (drawn / drawn.sum(dim=-1, keepdim=True)).to(DEVICE)
+
+
 def reordered(reference: Experts, x, experts, count=16):
     """The reference with both of its sums in `count` other orders."""
     twin = node(*reference.gate_up_proj.shape[:1], x.shape[1], reference.down_proj.shape[2])
@@ -47,13 +53,14 @@ def reordered(reference: Experts, x, experts, count=16):
         halves = reference.gate_up_proj.unflatten(1, (2, -1))
         twin.gate_up_proj.copy_(halves[:, :, inner][..., order].flatten(1, 2))
         twin.down_proj.copy_(reference.down_proj[..., inner])
-        yield twin(x[:, order], experts)
+        yield twin(x[:, order], shares(experts), experts)
 
 
 def assert_matches(reference, x, experts, knobs=None):
-    found = run_triton(CHANGE, reference, x, experts, knobs=knobs)
-    assert found.shape == (*experts.shape, x.shape[1])
-    assert_within(found, reference(x, experts), reordered(reference, x, experts))
+    arguments = x, shares(experts), experts
+    found = run_triton(CHANGE, reference, *arguments, knobs=knobs)
+    assert found.shape == x.shape
+    assert_within(found, reference(*arguments), reordered(reference, x, experts))
 
 
 @pytest.mark.parametrize(
@@ -68,18 +75,25 @@ def test_matches_the_reference(tokens, top_k, experts, width, inner):
 
 def test_matches_at_beams_width():
     knobs = ExpertsKnobs(
-        up_rows=8, up_block=1024, up_warps=4, down_rows=128, down_block=64, down_warps=4
+        up_rows=8,
+        up_block=1024,
+        up_warps=4,
+        down_rows=128,
+        down_block=64,
+        down_warps=4,
+        down_held=0,
     )
-    assert knobs.is_valid({"P": 1, "D": 5120, "F": 320})
+    assert knobs.is_valid({"P": 1, "K": 1, "D": 5120, "F": 320})
     assert_matches(node(2, 5120, 320), bf16(1, 5120), choices(1, 1, 2), knobs)
 
 
 def test_every_knob_gives_the_same_function():
-    reference, x, experts = node(4, 300, 40), bf16(1, 300), choices(1, 1, 4)
-    expected, seen = reference(x, experts), 0
+    reference, x, experts = node(4, 160, 24), bf16(1, 160), choices(1, 1, 4)
+    expected, seen = reference(x, shares(experts), experts), 0
     others = list(reordered(reference, x, experts))
-    for knobs in all_knobs(CHANGE, {"P": 1, "D": 300, "F": 40}):
-        assert_within(run_triton(CHANGE, reference, x, experts, knobs=knobs), expected, others)
+    for knobs in all_knobs(CHANGE, {"P": 1, "K": 1, "D": 160, "F": 24}):
+        found = run_triton(CHANGE, reference, x, shares(experts), experts, knobs=knobs)
+        assert_within(found, expected, others)
         seen += 1
     assert seen >= 8
 
@@ -87,7 +101,8 @@ def test_every_knob_gives_the_same_function():
 def test_no_tokens():
     reference = node(4, 64, 32)
     experts = choices(0, 4, 4).to(DEVICE)
-    assert run_triton(CHANGE, reference, bf16(0, 64), experts).shape == (0, 4, 64)
+    found = run_triton(CHANGE, reference, bf16(0, 64), shares(experts), experts)
+    assert found.shape == (0, 64)
 
 
 def test_rows_of_a_larger_tensor_and_the_same_expert_twice():
@@ -98,12 +113,30 @@ def test_rows_of_a_larger_tensor_and_the_same_expert_twice():
 
 def test_a_token_alone_gives_the_same_bits():
     reference, x, experts = node(8, 96, 32), bf16(3, 96), choices(3, 2, 8)
-    together = run_triton(CHANGE, reference, x, experts)
-    alone = run_triton(CHANGE, reference, x[2:3], experts[2:3].contiguous())
+    weights = shares(experts)
+    together = run_triton(CHANGE, reference, x, weights, experts)
+    alone = run_triton(CHANGE, reference, x[2:3], weights[2:3], experts[2:3].contiguous())
     assert same_bits(together[2:3], alone)
 
 
-@pytest.mark.parametrize("point", ["gate_up", "activation"])
+@pytest.mark.parametrize("held", [0, 1, 4])
+def test_weights_held_ahead_change_nothing(held):
+    reference, x, experts = node(8, 96, 40), bf16(2, 96), choices(2, 4, 8)
+    knobs = replace(ExpertsKnobs.heuristic({"P": 8, "K": 4, "D": 96, "F": 40}), down_held=held)
+    found = run_triton(CHANGE, reference, x, shares(experts), experts, knobs=knobs)
+    assert same_bits(found, run_triton(CHANGE, reference, x, shares(experts), experts))
+
+
+def test_many_pairs_are_the_references_products_summed_where_they_lie():
+    """Sorted by expert, as in the reference: the same grouped products, so the same bits."""
+    reference, x, experts = node(8, 64, 32), bf16(40, 64), choices(40, 4, 8)
+    assert MAX_PAIRS < experts.numel()
+    reference.gather_limit = 0
+    arguments = x, shares(experts), experts
+    assert same_bits(run_triton(CHANGE, reference, *arguments), reference(*arguments))
+
+
+@pytest.mark.parametrize("point", ["gate_up", "activation", "output"])
 def test_one_rounding_less_would_be_noticed(point):
     reference, x, experts = node(8, 256, 64), bf16(8, 256), choices(8, 4, 8)
 
@@ -114,23 +147,27 @@ def test_one_rounding_less_would_be_noticed(point):
     gate_up = rounded((weight @ x.float()[:, None, :, None]).squeeze(-1), "gate_up")
     gate, up = gate_up.chunk(2, dim=-1)
     hidden = rounded(F.silu(gate) * up, "activation")
-    y = (reference.down_proj[experts].float() @ hidden[..., None]).squeeze(-1).to(torch.bfloat16)
-    assert not within(y, reference(x, experts), reordered(reference, x, experts))
+    y = rounded((reference.down_proj[experts].float() @ hidden[..., None]).squeeze(-1), "output")
+    weights = shares(experts)
+    out = ((y * weights[..., None]).sum(dim=1) * reference.combine.scale).to(torch.bfloat16)
+    others = reordered(reference, x, experts)
+    assert not within(out, reference(x, weights, experts), others)
 
 
 def test_guard_says_why():
     reference, x, experts = node(4, 64, 32), bf16(2, 64), choices(2, 2, 4)
-    assert refusal(CHANGE, reference, x, experts) == ""
-    assert "65 token-expert pairs" in refusal(CHANGE, reference, bf16(65, 64), choices(65, 1, 4))
-    assert "fit together" in refusal(CHANGE, reference, x[:1], experts)
-    assert "int32" in refusal(CHANGE, reference, x, experts.int())
-    assert "contiguous" in refusal(CHANGE, reference, bf16(2, 128)[:, ::2], experts)
-    assert "torch.float32" in refusal(CHANGE, reference, x.float(), experts)
+    weights = shares(experts)
+    assert refusal(CHANGE, reference, x, weights, experts) == ""
+    assert "fit together" in refusal(CHANGE, reference, x[:1], weights, experts)
+    assert "int32" in refusal(CHANGE, reference, x, weights, experts.int())
+    assert "bfloat16" in refusal(CHANGE, reference, x, weights.bfloat16(), experts)
+    assert "contiguous" in refusal(CHANGE, reference, bf16(2, 128)[:, ::2], weights, experts)
+    assert "torch.float32" in refusal(CHANGE, reference, x.float(), weights, experts)
 
 
 def test_heuristic_is_valid():
     for width, inner in ((5120, 320), (5120, 1280), (5120, 2560), (256, 64), (7, 5)):
-        sizes = {"P": 8, "D": width, "F": inner}
+        sizes = {"P": 8, "K": 8, "D": width, "F": inner}
         assert ExpertsKnobs.heuristic(sizes).is_valid(sizes), sizes
 
 
