@@ -189,7 +189,8 @@ def experts_down_kernel(
                 weight = _piece(weight_ptr, expert, row, i * BLOCK, D, F, BLOCK)
             column = i * BLOCK + tl.arange(0, BLOCK)[None, :]
             x = tl.load(hidden_ptr + pair * F + column, mask=column < F, other=0.0).to(tl.float32)
-            sums = tl.fma(weight.to(tl.float32), x.broadcast_to(ROWS, BLOCK), sums)
+            wide = weight.to(tl.float32)  # pyright: ignore[reportAttributeAccessIssue]
+            sums = tl.fma(wide, x.broadcast_to(ROWS, BLOCK), sums)
         y = tl.sum(sums, axis=1).to(tl.bfloat16).to(tl.float32)
         weighted = y * tl.load(weights_ptr + token * weights_stride + slot)
         total = weighted if slot == 0 else total + weighted
