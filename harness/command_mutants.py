@@ -8,7 +8,6 @@ from typing import Any
 
 from harness import cli
 from harness.command_bench import progress
-from harness.errors import ExitCode
 from harness.judge import self_test
 from harness.mutants import derive_mutants
 from harness.region import RegionCases
@@ -21,6 +20,7 @@ from harness.survey import (
     chosen,
     contract_of,
     counted,
+    exit_code,
     honest_changes,
     judge_honest,
     judge_mutant,
@@ -60,10 +60,7 @@ def mutants(a: argparse.Namespace) -> int:
         print(json.dumps(as_json(workload, a.seed, outcomes, left, honest), indent=1))
     else:
         show(outcomes, left, honest, time.monotonic() - started)
-    if not outcomes and not honest:
-        return ExitCode.OUT_OF_BUDGET
-    wrong = any(o.status == SURVIVED for o in outcomes) or any(not h.accepted for h in honest)
-    return ExitCode.FOUND if wrong else ExitCode.DONE
+    return exit_code(outcomes, honest)
 
 
 def judge_region_mutants(

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from harness.errors import UserError
+from harness.errors import ExitCode, UserError
 from harness.examine import Prepared
 from harness.judge import judge_region
 from harness.mutants import Mutant
@@ -210,8 +210,10 @@ def judge_honest(
 
 
 def regions_of(workload: Workload, wanted: list[str] | None) -> list[str]:
-    """The model's regions, or those of them that are wanted; UserError for one without nodes."""
-    known = list(regions(workload.model))
+    """The model's regions and those of catalogued changes, or those of them that are wanted;
+    UserError for one without nodes."""
+    catalogued = (c.region for c, _ in for_model(workload.model, workload.device.type))
+    known = list(dict.fromkeys([*regions(workload.model), *catalogued]))
     for region in wanted or ():
         if not nodes(workload.model, region):
             raise UserError(
@@ -248,3 +250,10 @@ def counted(outcomes: Iterable[Outcome], left: int = 0) -> Counts:
         equivalent=words[EQUIVALENT],
         left=left,
     )
+
+
+def exit_code(outcomes: list[Outcome], honest: list[Honest]) -> ExitCode:
+    if not outcomes and not honest:
+        return ExitCode.OUT_OF_BUDGET
+    wrong = any(o.status == SURVIVED for o in outcomes) or any(not h.accepted for h in honest)
+    return ExitCode.FOUND if wrong else ExitCode.DONE
