@@ -74,8 +74,11 @@ def watching_integers(node: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     with contextlib.ExitStack() as stack:
         for name, module in node.named_modules():
             if name:
+                # A replaced module shares its hooks with the one that it may call in its place.
                 handle = module.register_forward_hook(
-                    lambda _, __, result, name=name: keep(name, result)
+                    lambda called, _, result, name=name, module=module: (
+                        keep(name, result) if called is module else None
+                    )
                 )
                 stack.callback(handle.remove)
         yield found

@@ -65,6 +65,8 @@ class Deviations:
         a, b = ours.reshape(rows, -1), mine.reshape(rows, -1)
         direct: tuple[Tensor, Tensor] | None = None
         others: list[tuple[Tensor, Tensor]] = []
+        k = a.shape[-1]
+        exact = any(c.kept == k < c.values.shape[-1] for c in choices)
         for i, choice in enumerate(choices):
             values = choice.values.double()
             if values.shape[:-1].numel() != rows or values.shape[-1] < 2:
@@ -74,7 +76,8 @@ class Deviations:
             size = values.abs().masked_fill(~finite, 0.0).max()
             limit = (2 * self.relative.get(i, 0.0) * size).expand(rows)  # either may move
             ordered = values.masked_fill(~finite, -torch.inf).sort(-1, descending=True).values
-            if direct is None and _reads(values, ordered, a):
+            fits = choice.kept == k < values.shape[-1] or not exact
+            if direct is None and fits and _reads(values, ordered, a):
                 direct = _apart(values, ordered, a, b), limit
                 continue
             last = min(choice.kept + 1, values.shape[-1])

@@ -101,6 +101,10 @@ def forcing(
     with ExitStack() as stack:
         for name in left:
             module = model.get_submodule(name)
-            hook = lambda _, args, kwargs, result, name=name: force(name, args, kwargs, result)  # noqa: E731
+
+            def hook(called, args, kwargs, result, name=name, module=module) -> Any:
+                # A replaced module shares its hooks with the one that it may call in its place.
+                return force(name, args, kwargs, result) if called is module else None
+
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield missing
