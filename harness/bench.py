@@ -16,6 +16,7 @@ import numpy as np
 from harness.audit import Auditor
 from harness.ceilings import floor_us
 from harness.clock import Clock, both_clocks, disagreement, empty_us, quiet, slope_us
+from harness.errors import SelfTestError
 from harness.records import Ceilings, Paired, Timing
 from harness.stats import abba_differences, detectable, median, median_interval, null_effect
 from harness.step import Mode, Step, default_mode, device_of
@@ -45,7 +46,7 @@ MAX_SAMPLES = 2048
 UNKNOWN_ROUNDS = 7  # of base and candidate on inputs of their own
 
 
-class ImpossibleTimeError(Exception):
+class ImpossibleTimeError(SelfTestError):
     """A time that the machine's own ceilings rule out: work was skipped, or the clock is wrong."""
 
 

@@ -11,6 +11,7 @@ from harness.bench import Step, compare, default_mode, smallest_effect, time_ste
 from harness.ceilings import measure_ceilings, rows
 from harness.environment import environment
 from harness.errors import ExitCode
+from harness.floors import Floors
 from harness.records import Baseline, Environment, Paired, Timing
 from harness.workload import Workload, pick_device
 
@@ -26,12 +27,17 @@ def bench(a: argparse.Namespace) -> int:
     inputs = {kind: workload.inputs(target, seed=a.seed) for kind, target in targets.items()}
     here = environment(workload.device)
     found: list[Baseline] = []
+    floors = Floors(workload)
     progress(f"{workload.name} {workload.preset} on {here.device_name}")
     for baseline in run_baselines(
         workload, inputs["decode"], inputs["prefill"], budget_s=60 * a.minutes
     ):
         progress(f"{baseline.name}: {baseline.absent or 'timed'}")
         found.append(baseline)
+        for kind, timed in (("decode", baseline.decode), ("prefill", baseline.prefill)):
+            if timed is not None:
+                what = f"{baseline.name}, {targets[kind].describe()},"
+                floors.require(targets[kind], inputs[kind], what, timed.median_us)
     if a.json:
         described = {kind: target.describe() for kind, target in targets.items()}
         output = {

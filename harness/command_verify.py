@@ -9,24 +9,25 @@ from typing import Any
 from torch import nn
 
 from harness import cli
+from harness.audit import AMONG, Auditor, audit, drawn
 from harness.bench import (
+    ImpossibleTimeError,
     Step,
+    both_clocks,
     compare,
     default_mode,
-    disagreement,
     empty_us,
-    slope_us,
     smallest_effect,
-    time_step,
 )
 from harness.command_bench import DECODE, PREFILL, interval, progress
 from harness.errors import ExitCode, UserError
+from harness.floors import Floors
 from harness.judge import judge_model, judge_region, self_test
 from harness.points import points_for_model, points_table
-from harness.records import Drift, Latency, Paired, Verdict
+from harness.records import Audit, AuditedCall, Clocks, Drift, Latency, Paired, Verdict
 from harness.sandbox import Protection, describe
 from harness.sandboxed import judge_sandboxed, outside_tree
-from harness.workload import Workload
+from harness.workload import StepInputs, Workload
 from optimized.catalog import load_change
 from optimized.change import Change, apply_change, share
 from optimized.inductor import PREFIX, inductor_change
@@ -54,8 +55,13 @@ def verify(a: argparse.Namespace) -> int:
         full = a.model_level == "full"
         verdicts.append(judge_model(workload.model, candidate, workload, a.seed, full=full))
     passed = all(verdict.passed for verdict in verdicts)
-    latency = timed(workload, candidate) if a.time and passed else None
-    return report(a, change.name, backend, verdicts, latency)
+    latency, audited = None, None
+    if a.time and passed:
+        try:
+            latency, audited = timed(workload, candidate)
+        except ImpossibleTimeError as error:
+            return cli.fail(f"{change.name} ({backend}): {error}", ExitCode.FOUND)
+    return report(a, change.name, backend, verdicts, latency, audited=audited)
 
 
 def verify_sandboxed(a: argparse.Namespace, workload: Workload) -> int:
@@ -82,8 +88,10 @@ def report(
     verdicts: Sequence[Verdict],
     latency: Latency | None,
     protections: Sequence[Protection] = (),
+    audited: Audit | None = None,
 ) -> int:
     passed = all(verdict.passed for verdict in verdicts)
+    passed = passed and (audited is None or audited.reason is None)
     if a.json:
         output = {
             "change": name,
@@ -91,6 +99,7 @@ def report(
             "passed": passed,
             "verdicts": [verdict.to_json() for verdict in verdicts],
             "latency": None if latency is None else latency.to_json(),
+            "audit": None if audited is None else audited.to_json(),
             "protections": [protection.to_json() for protection in protections],
         }
         print(json.dumps(output, indent=2))
@@ -101,6 +110,8 @@ def report(
             print(describe(protections))
         if latency is not None:
             print_latency(latency)
+            if audited is not None:
+                print(f"audit: {audited.reason or 'what was timed is what was judged'}")
         elif a.time:
             print("not timed: only what passed is")
     return ExitCode.DONE if passed else ExitCode.FOUND
@@ -137,24 +148,33 @@ def first_backend(change: Change, device_type: str) -> str:
     raise UserError(f"change {change.name} has nothing for {device_type}, only {have}{hint}")
 
 
-def timed(workload: Workload, candidate: nn.Module) -> Latency:
-    """The model with the change against the model without it, both kinds of step; says so where
-    the time inside the stream and the time from outside contradict each other."""
+def timed(workload: Workload, candidate: nn.Module) -> tuple[Latency, Audit]:
+    """The model with the change against the model without it, both kinds of step, and whether what
+    was timed is what was judged. ImpossibleTimeError where work must have been skipped."""
+    floors, calls, clocks = Floors(workload), list[AuditedCall](), list[Clocks]()
 
     def paired(name: str) -> Paired:
         target = workload.target(name)
         progress(f"timing {target.describe()}")
         inputs = workload.inputs(target, seed=workload.seed)
+
+        def fresh(seed: int) -> StepInputs:
+            return drawn(workload, target, seed)
+
         mode = default_mode(workload.device) if target.kind == "decode" else "eager"
         with Step(workload.model, inputs, mode) as base, Step(candidate, inputs, mode) as changed:
-            pair = compare(base, changed, smallest_effect(base))
-            gap_us = empty_us(workload.device)
-            told = disagreement(time_step(changed), slope_us(changed), gap_us=gap_us)
-        if told is not None:
-            progress(f"{target.kind}: two clocks disagree: {told}")
+            auditor = Auditor(changed, candidate, fresh, target.kind, AMONG)
+            pair = compare(base, changed, smallest_effect(base), auditor=auditor)
+            calls.append(auditor.check())
+            trusted = workload.model
+            calls.append(audit(changed, candidate, fresh, name=target.kind, trusted=trusted))
+            if target.kind == "decode":
+                clocks.append(both_clocks(changed, gap_us=empty_us(workload.device)))
+            floors.require(target, inputs, target.describe(), pair.candidate_us)
         return pair
 
-    return Latency(decode=paired(DECODE), prefill=paired(PREFILL))
+    latency = Latency(decode=paired(DECODE), prefill=paired(PREFILL))
+    return latency, Audit(calls=tuple(calls), clocks=clocks[0])
 
 
 def print_verdict(name: str, verdict: Verdict) -> None:

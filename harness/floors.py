@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.bench import require_possible
+from harness.ceilings import measure_ceilings
 from harness.operators import name as called
+from harness.records import Ceilings
+from harness.workload import StepInputs, Target, Workload
 
 PRODUCTS = frozenset(("mm", "addmm", "mv", "addmv", "_grouped_mm"))
 LOOKUPS = frozenset(("embedding", "index", "index_select"))
@@ -74,6 +78,29 @@ def least_work(model: nn.Module, args: tuple[Any, ...]) -> tuple[int, int]:
     with torch.no_grad(), Least(model) as least:
         model(*args)
     return least.nbytes, least.flops
+
+
+class Floors:
+    """The floors of a workload's steps; ceilings are measured when first needed.
+
+    A toy's weights may stay in a cache from one run to the next, so that it has no floor.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.ceilings: Ceilings | None = None
+        self.least: dict[Target, tuple[int, int]] = {}
+
+    def require(self, target: Target, inputs: StepInputs, what: str, time_us: float) -> None:
+        """Raise ImpossibleTimeError if a step of `target` cannot take as little as `time_us`."""
+        if self.workload.toy:
+            return
+        if self.ceilings is None:
+            self.ceilings = measure_ceilings(self.workload.device)
+        if target not in self.least:
+            self.least[target] = least_work(self.workload.model, inputs.args)
+        nbytes, flops = self.least[target]
+        require_possible(what, time_us, nbytes=nbytes, flops=flops, ceilings=self.ceilings)
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
