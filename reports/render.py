@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from harness.records import Status, Timing
-from reports import figures, text
+from reports import drift, figures, text
 from reports.run import Run
 
 KINDS = ("decode", "prefill")
@@ -91,6 +91,8 @@ def context(run: Run) -> dict[str, Any]:
         "layers": figures.layer_pairs(run),
         "launch_word": "kernel" if header.device == "cuda" else "operator call",
         "facts": facts(run),
+        "drift_lines": drift.lines(run.closing_verdict),
+        "routing_words": drift.routing(run.closing_verdict),
         "launches": figures.launches,
         "time_us": figures.time_us,
         "verdicts": figures.verdicts,
@@ -153,7 +155,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if (closing := run.closing_verdict) is not None:
         said = "passed" if closing.passed else f"failed: {closing.reason}"
         rows.append(("Every layer of the result judged", f"{said}; {closing.cases} cases"))
-        rows += [("Finding", note) for note in closing.notes if "free-running" in note]
+        if closing.drift is None:  # else it has a table
+            rows += [("Finding", note) for note in closing.notes if "free-running" in note]
     if run.final is not None:
         for name, timing in run.final.other_targets.items():
             measured = isinstance(timing, Timing)
