@@ -131,6 +131,40 @@ class Layer(nn.Module):
         return self.mlp_boundary(y, h, self.post_feedforward_layernorm.weight, next_norm)
 
 
+class StepTables(nn.Module):
+    """What all layers of one step share, from its positions alone.
+
+    (positions [B, T] int64, capacity, extent, causal) -> (cos, sin [B, T, d / 2], q_scale [B, T],
+    full_slots, ring_slots [B, T], full_mask [B, T, extent] or None if `causal` says it all,
+    ring_mask [B, T, W] in a decode, [B, T, W + T] in a prefill); see `Step`.
+    """
+
+    def __init__(self, config: BeamConfig) -> None:
+        super().__init__()
+        self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
+        self.ssmax_length, self.window = config.ssmax_length, config.window
+
+    def forward(
+        self, positions: Tensor, capacity: int, extent: int, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        p = positions.float()
+        exponents = torch.arange(0, self.head_dim, 2, device=p.device).float() / self.head_dim
+        angles = p[..., None] * (1.0 / self.rope_theta**exponents)
+        query = positions[..., None]  # [B, T, 1]
+        decode = positions.shape[1] == 1
+        held = ring_positions(positions[:, 0] + int(decode), self.window)
+        held = (held if decode else torch.cat((held, positions), dim=1))[:, None]  # [B, 1, S]
+        return (
+            angles.cos(),
+            angles.sin(),
+            torch.exp(0.1 * torch.log1p((p + 1) / self.ssmax_length)),
+            write_slots(positions, capacity, None),
+            write_slots(positions, capacity, self.window),
+            None if causal else torch.arange(extent, device=p.device) <= query,
+            (held >= 0) & (held <= query) & (held > query - self.window),
+        )
+
+
 class Decoder(nn.Module):
     def __init__(self, config: BeamConfig) -> None:
         super().__init__()
@@ -149,6 +183,7 @@ class Beam(nn.Module):
     def __init__(self, config: BeamConfig) -> None:
         super().__init__()
         self.config = config
+        self.tables = StepTables(config)
         self.model = Decoder(config)
         self.lm_head = Linear(config.hidden, config.vocabulary, config.dtype)
 
@@ -169,27 +204,9 @@ class Beam(nn.Module):
         return cap * torch.tanh(self.lm_head(x).float() / cap)
 
     def step(self, positions: Tensor, cache: KVCache) -> Step:
-        c = self.config
-        p = positions.float()
-        exponents = torch.arange(0, c.head_dim, 2, device=p.device).float() / c.head_dim
-        angles = p[..., None] * (1.0 / c.rope_theta**exponents)
-        query = positions[..., None]  # [B, T, 1]
-        decode = positions.shape[1] == 1
-        held = ring_positions(positions[:, 0] + int(decode), c.window)
-        held = (held if decode else torch.cat((held, positions), dim=1))[:, None]  # [B, 1, S]
-        causal = cache.ends_aligned and not decode
-        every = torch.arange(cache.extent, device=p.device)
-        return Step(
-            positions=positions,
-            cos=angles.cos(),
-            sin=angles.sin(),
-            q_scale=torch.exp(0.1 * torch.log1p((p + 1) / c.ssmax_length)),
-            full_slots=write_slots(positions, cache.capacity, None),
-            ring_slots=write_slots(positions, cache.capacity, c.window),
-            full_mask=None if causal else every <= query,
-            ring_mask=(held >= 0) & (held <= query) & (held > query - c.window),
-            extent=cache.extent,
-        )
+        causal = cache.ends_aligned and positions.shape[1] > 1
+        shared = self.tables(positions, cache.capacity, cache.extent, causal)
+        return Step(positions, *shared, extent=cache.extent)
 
 
 def build(config: BeamConfig, device: str | torch.device, seed: int) -> Beam:
