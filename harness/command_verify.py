@@ -20,16 +20,17 @@ from harness.bench import (
     smallest_effect,
 )
 from harness.command_bench import DECODE, PREFILL, interval, progress
+from harness.domains import judge_with_domain
 from harness.errors import ExitCode, UserError
 from harness.floors import Floors
-from harness.judge import judge_model, judge_region, self_test
+from harness.judge import judge_model, self_test
 from harness.points import points_for_model, points_table
 from harness.records import Audit, AuditedCall, Clocks, Drift, Latency, Paired, Verdict
 from harness.sandbox import Protection, describe
 from harness.sandboxed import judge_sandboxed, outside_tree
 from harness.workload import StepInputs, Workload
 from optimized.catalog import load_change
-from optimized.change import Change, apply_change, share
+from optimized.change import Change, apply_change, limit, share
 from optimized.inductor import PREFIX, inductor_change
 
 
@@ -49,8 +50,14 @@ def verify(a: argparse.Namespace) -> int:
     progress(f"{workload.name} {workload.preset}: the judge's self-test")
     self_test(workload.model, workload, a.seed)
     progress(f"{change.name} ({backend}) replaces {len(replaced)} nodes; judging the region")
-    verdicts = [judge_region(workload.model, candidate, change, backend, workload, a.seed)]
-    if verdicts[0].passed:
+    targets = (DECODE, PREFILL) if a.time else ()
+    verdicts = [
+        judge_with_domain(
+            workload.model, candidate, change, backend, workload, a.seed, targets=targets
+        )
+    ]
+    if verdicts[0].domain is not None:  # it passed
+        limit(candidate, change, verdicts[0].domain)
         progress("judging the model, layer by layer")
         full = a.model_level == "full"
         verdicts.append(judge_model(workload.model, candidate, workload, a.seed, full=full))
@@ -218,6 +225,9 @@ def print_verdict(name: str, verdict: Verdict) -> None:
         )
     if verdict.drift is not None:
         print_drift(verdict.drift)
+    if verdict.domain is not None:
+        title = "tested on; outside it the reference runs"
+        cli.print_table(title, ("argument", "as"), verdict.domain.lines(), left=2)
     for note in verdict.notes:
         print(f"note: {note}")
 
