@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.cases import Case, activations
+from harness.cases import REFUSALS, Case, activations
 from harness.examine import NAMED
 from harness.mutate import Call, Key, Wrong, trace
 from harness.mutations import SLIPS, in_bf16
@@ -54,11 +54,27 @@ def derive_mutants(cases: RegionCases) -> list[Mutant]:
         calls = trace(node, args, kwargs)
         own = [c for c in calls if not _in_region(node, c.module)]
         made = [*_of_points(node, case, calls), *_of_operators(own)]
-        made += [*_of_arguments(node, case, fixed), *_of_constructor(node), *OUTPUTS]
+        made += [*_of_arguments(node, case, fixed), *_of_constructor(node)]
+        made += [*_of_attributes(node)]
+        made = [pair for pair in made if pair[0] in found or _computes(pair[1], node, case, fixed)]
+        made += OUTPUTS
         for key, mutant in made:
             if mutant.kind != REORDERED or words == {"exact"}:
                 found.setdefault(key, mutant)
     return list(found.values())
+
+
+def _computes(mutant: Mutant, node: nn.Module, case: Case, fixed: set[int]) -> bool:
+    """Whether a mutant with another size still runs: one that raises tests nothing."""
+    if mutant.operator not in ("constructor", "attribute"):
+        return True
+    args, kwargs = case.clones(fixed)
+    try:
+        with torch.no_grad():
+            mutant.build(node)(*args, **kwargs)
+    except REFUSALS:
+        return False
+    return True
 
 
 def _in_region(node: nn.Module, module: str) -> bool:
@@ -234,6 +250,33 @@ def _of_constructor(node: nn.Module) -> Keyed:
             build=_rebuilt(name),
         )
         yield ("constructor", name), mutant
+
+
+def _of_attributes(node: nn.Module) -> Keyed:
+    """Integers that the node keeps and its constructor does not name: one larger."""
+    named = {key[1] for key, _ in _of_constructor(node)}
+    for name, value in vars(node).items():
+        if isinstance(value, bool) or not isinstance(value, int) or name.startswith("_"):
+            continue
+        if name not in named:
+            mutant = Mutant(
+                kind="integer off by one",
+                what=f"{value} becomes {value + 1}",
+                point=f"self.{name}",
+                operator="attribute",
+                source=_defined(node),
+                build=_incremented(name),
+            )
+            yield ("attribute", name), mutant
+
+
+def _incremented(name: str) -> Build:
+    def build(node: nn.Module) -> Callable[..., Any]:
+        wrong = copy.copy(node)
+        setattr(wrong, name, getattr(node, name) + 1)
+        return wrong.forward
+
+    return build
 
 
 def _rebuilt(name: str) -> Build:

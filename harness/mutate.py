@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import operators
+from harness import operators, substitutes
 from harness.naming import Site, module_names, site
 from harness.operators import LOW
 from harness.trees import leaves, map_tensors
@@ -191,7 +191,7 @@ class Altered(_Watching):
             exact = args[0].float()
         else:
             args, kwargs = self._widened((args, kwargs))
-            exact = run(*args, **_wide_dtype(kwargs))
+            exact = _wide(func if alter is None else run, args, kwargs)
         for (_, low), (_, value) in zip(leaves(result), leaves(exact), strict=True):
             if low.dtype in LOW:
                 self._keep(low, value)
@@ -238,17 +238,15 @@ class Altered(_Watching):
             if self.late and exact.dtype == torch.float32:
                 self.wide[storage(exact)] = exact, exact  # still to be rounded
             return exact
-        if called in ("_softmax", "_log_softmax"):
-            wide_args = (*wide_args[:2], False)
-        exact = func(*wide_args, **_wide_dtype(wide_kwargs))
-        rounded = map_tensors(lambda t: t, result)
-        for (_, low), (_, value) in zip(leaves(rounded), leaves(exact), strict=True):
+        exact = _wide(func, wide_args, wide_kwargs)
+        # Attention's further results, for a backward pass, stay as they are.
+        for (_, low), (_, value) in zip(leaves(result), leaves(exact), strict=False):
             if low.is_floating_point():
                 low.copy_(value.bfloat16() if self.late else value)
             else:
                 low.copy_(value)
         self.late = False
-        return rounded
+        return result
 
     def _written(self, places: tuple[int, ...], func: Any, args: Any, kwargs: Any) -> Any:
         """A write: the caller's memory holds rounded values, the node's own may hold wide ones."""
@@ -261,10 +259,23 @@ class Altered(_Watching):
         return func(*args, **kwargs)
 
 
-def _wide_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _wide(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operator on FP32 operands, by other operators where it refuses them."""
+    called = operators.name(func) if hasattr(func, "_schema") else ""
     if kwargs.get("dtype") in LOW:
-        return {**kwargs, "dtype": torch.float32}
-    return kwargs
+        kwargs = {**kwargs, "dtype": torch.float32}
+    if called in ("_softmax", "_log_softmax"):
+        args = (*args[:2], False)
+    given = substitutes.keywords(func, args, kwargs) if called else {}
+    if called == "_grouped_mm":
+        a, b, offs = given["self"], given["mat2"], given["offs"]
+        return substitutes.grouped_mm(a, b, offs, torch.matmul, torch.float32)
+    if called.startswith("_scaled_dot_product"):
+        mask = given.get("attn_mask", given.get("attn_bias"))
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        causal, scale = given.get("is_causal", False), given.get("scale")
+        return substitutes.attention(q, k, v, mask, causal, scale, lambda p: p)
+    return func(*args, **kwargs)
 
 
 @dataclass

@@ -45,6 +45,8 @@ EDGE_RUNS = 4  # noise replays of a derived case
 SAMPLES = 3  # cases kept to explain a difference
 CASE_SHARE = 64  # one recorded call may take 1/64 of the free memory
 LARGEST_ON_HOST = 64 << 20  # bytes of one on a CPU
+KEPT_SHARE = 64  # a case's replays are kept if they take less than 1/64 of what is free
+GOLDEN_BYTES = 8  # of an element in FP64
 
 Watch = Callable[[Prepared, Observed], None]
 
@@ -206,8 +208,14 @@ class RegionCases:
         return ready
 
     def _complete(self, node: NodeCases) -> None:
-        """The replays that one candidate would have made for itself."""
+        """The replays that one candidate would have made for itself, while memory allows."""
         for prepared, weighed in zip(node.prepared, node.weighed, strict=True):
+            results = [t for t in prepared.contract.results.values() if is_real(t.dtype)]
+            replays = 1 + weighed * len(self.measured.roundings(prepared))
+            size = replays * sum(t.numel() * GOLDEN_BYTES for t in results)
+            device = results[0].device if results else None
+            if device is not None and size > free_bytes(device) // KEPT_SHARE:
+                continue
             prepared.golden = self.measured.golden_results(node.node, prepared)
             if weighed:
                 prepared.flips = list(self.measured.flips(node.node, prepared))
