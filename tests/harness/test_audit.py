@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.audit import AFTER, AMONG, EAGER, SPREAD, Auditor, audit, drawn
+from harness.audit import AFTER, AMONG, EAGER, RECAPTURED, SPREAD, Auditor, audit, drawn
 from harness.bench import compare
 from harness.records import Audit, AuditedCall
 from harness.step import Step
@@ -277,6 +278,54 @@ def test_drawn_inputs_differ_in_all_but_a_prefills_positions() -> None:
         same = [torch.equal(x, y) for x, y in zip(tensors_in(a), tensors_in(again), strict=True)]
         assert all(same)
         assert not torch.equal(a.cache.layers[0].k, b.cache.layers[0].k)
+
+
+class Doubled(Step):
+    """What a graph gives where a library picks another kernel for it."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, fresh(1), "eager")
+        self.mode = "graph"
+
+    def __call__(self) -> Any:
+        self._eager()
+        self.output = self.output * 2
+        return self.output
+
+
+class Recaptured(Auditor):
+    """An auditor whose second graph multiplies the module's result by `factor`."""
+
+    factor = 2.0
+
+    def _recaptured(self) -> Any:
+        again = self._eager(self.model)
+        return replace(again, outputs={n: t * self.factor for n, t in again.outputs.items()})
+
+
+@pytest.mark.parametrize(
+    ("factor", "unchanged_passes", "reason", "compared_with"),
+    [
+        (2.0, False, None, RECAPTURED),
+        (2.0, True, "a second graph gives the same: captured, it computes otherwise", EAGER),
+        (1.0, True, "a second graph gives what the module gives", EAGER),
+        (3.0, False, "a second graph differs from both", EAGER),
+    ],
+)
+def test_other_bits_in_a_graph_are_excused_only_where_the_unchanged_model_has_them_too(
+    factor: float, unchanged_passes: bool, reason: str | None, compared_with: str
+) -> None:
+    model = Model()
+    auditor = Recaptured(Doubled(model), model, fresh, control=lambda: unchanged_passes)
+    auditor.factor = factor
+    auditor.call()
+    found = auditor.check()
+    assert found.compared_with == compared_with
+    if reason is None:
+        assert found.reason is None
+    else:
+        assert found.reason is not None and found.reason.endswith(reason)
+        assert found.reason.startswith("16 of 16 elements of out are not what the module gives")
 
 
 class TestAmongTimedCalls:

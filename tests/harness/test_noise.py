@@ -1,11 +1,15 @@
 """The noise of products: what belongs to it, and what a kernel must not do all the same."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from harness.noise import Perturbation, bf16_terms, is_bf16, tensor_core_product
 from harness.replay import Noise
+from tests.harness.judged import change, judged
 
 EPS = 2.0**-24  # half a unit in the last place of FP32, at 1
 
@@ -81,3 +85,34 @@ class TestGpu:
             perturbation.product(a, b)
             used += bool(perturbation.tensor_cores)
         assert 32 < used < 64
+
+    def test_attention_on_tensor_cores_is_honest_and_rounded_probabilities_are_not(self) -> None:
+        from harness.judge import judge_region
+        from harness.workload import Workload
+        from optimized.change import apply_change, share
+        from optimized.decode_attention import CHANGE
+
+        work = Workload.load("beam", "mini", "cuda")
+        for seed in range(4):
+            candidate = share(work.model)
+            apply_change(candidate, CHANGE, "triton")
+            verdict = judge_region(work.model, candidate, CHANGE, "triton", work, seed)
+            assert verdict.passed, verdict.reason
+        rounds = change(CHANGE.region, rounded_probabilities)
+        assert not judged(work, rounds).passed
+
+
+def rounded_probabilities(node: Any) -> Callable[..., Tensor]:
+    """What fast kernels do: P in BF16."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None or q.shape[1] > 1:
+            return node.forward(q, k, v, mask)
+        group = q.shape[2] // k.shape[2]
+        keys, values = (y.float().repeat_interleave(group, dim=2) for y in (k, v))
+        scores = torch.einsum("bthd,bshd->bths", q.float(), keys) * node.scale
+        scores = scores.masked_fill(~mask[:, :, None], torch.finfo(torch.float32).min)
+        weights = torch.softmax(scores, dim=-1).bfloat16().float()
+        return torch.einsum("bths,bshd->bthd", weights, values).to(q.dtype)
+
+    return forward
