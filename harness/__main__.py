@@ -19,6 +19,8 @@ MODULES = {
     "aa": "harness.command_bench",
     "rounding-points": "harness.command_verify",
     "mutants": "harness.command_mutants",
+    "cheats": "harness.command_cheats",
+    "sandbox": "harness.command_cheats",
     "certify": "harness.command_certify",
 }
 
@@ -66,6 +68,13 @@ def parser() -> argparse.ArgumentParser:
     certify.add_argument("file", metavar="FILE", help="a certificate.json of a run")
     certify.add_argument("--time", action="store_true", help="time it again, too")
     certify.add_argument("--seconds", type=positive, default=4.0, help="for each comparison")
+    cheats = add("cheats", "change files that try to fool the judge: is each refused?", model=False)
+    cheats.add_argument("--only", nargs="+", metavar="NAME", help="some of them, by name")
+    cheats.add_argument("--seed", type=int, default=0, help="seed of weights and cases")
+    sandbox = add("sandbox", "what protects from a candidate on this machine", model=False)
+    sandbox.add_argument(
+        "--require-sandbox", action="store_true", help="refuse if a protection is not to be had"
+    )
     add_mutants(add("mutants", "is every wrong variant of each region refused, and nothing right?"))
     aa = add("aa", "time a step against itself: how small an effect can be told from none?")
     aa.add_argument("--target", default="decode-bs1", help="the step")

@@ -25,8 +25,8 @@ from harness.errors import ExitCode, UserError
 from harness.floors import Floors
 from harness.judge import judge_model, self_test
 from harness.points import points_for_model, points_table
+from harness.protections import Protection, describe
 from harness.records import Audit, AuditedCall, Clocks, Drift, Latency, Paired, Verdict
-from harness.sandbox import Protection, describe
 from harness.sandboxed import judge_sandboxed, outside_tree
 from harness.workload import StepInputs, Workload
 from optimized.catalog import load_change

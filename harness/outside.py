@@ -20,7 +20,8 @@ from harness.handover import Layout, pack
 from harness.observe import CandidateError
 from harness.operators import LOW
 from harness.records import Latency, Paired
-from harness.remote import Candidate, Sandbox
+from harness.remote import Candidate
+from harness.sandbox import Sandbox
 from harness.stats import abba_differences, detectable, median, median_interval, null_effect
 from harness.step import Mode
 from harness.trees import leaves, map_tensors, same_bits
@@ -29,7 +30,6 @@ from harness.workload import Workload
 BLOCKS = 5  # of base, candidate, candidate, base
 SLOPE_S = 0.1  # of a slope's larger burst
 MOST_RUNS = 64  # of a burst, each with arguments of its own
-SHOWN = 2.0  # times: a candidate this much faster on values it has seen, more than the reference is
 
 Slot = tuple[Any, ...]
 
@@ -52,31 +52,35 @@ class Bursts:
         candidate.grow("slots", self.layout.end)
         self._write()
         message = {"op": "prepare", "node": node, "spots": self.layout.spots, "mode": mode}
-        self._ask(message, blob, candidate.limits.load_s)
+        self.ask(message, blob, candidate.limits.load_s)
 
-    def _ask(self, message: dict[str, Any], blob: bytes, seconds: float) -> dict[str, Any]:
+    def ask(self, message: dict[str, Any], blob: bytes, seconds: float) -> dict[str, Any]:
         told = self.candidate.process.ask(message, blob, seconds=seconds)
         self.candidate.hear(told)
         if "error" in told:
             raise CandidateError(str(told["error"]))
         return told
 
+    def refresh(self) -> None:
+        """Let the worker see the slots' values."""
+        self._write()
+        if self.candidate.sandbox.device.type == "cuda" and not self.candidate.sandbox.ipc:
+            self.ask({"op": "refresh"}, b"", self.candidate.limits.call_s)
+
     def _write(self) -> None:
         self.layout.write(self.candidate.blocks["slots"].bytes)
         self.candidate.synchronize()
 
-    def order(self, count: int, *, repeated: bool = False) -> list[int]:
-        return [0 if repeated else run % len(self.slots) for run in range(count)]
+    def order(self, count: int) -> list[int]:
+        return [run % len(self.slots) for run in range(count)]
 
-    def burst(self, count: int, *, repeated: bool = False) -> tuple[float, Any]:
+    def burst(self, count: int) -> tuple[float, Any]:
         """Wall time, us, of `count` runs, and the last one's result."""
         candidate = self.candidate
-        self._write()
-        if candidate.sandbox.device.type == "cuda" and not candidate.sandbox.ipc:
-            self._ask({"op": "refresh"}, b"", candidate.limits.call_s)
+        self.refresh()
         message = {
             "op": "run",
-            "order": self.order(count, repeated=repeated),
+            "order": self.order(count),
             "keep": [count - 1],
         }
         start = time.perf_counter_ns()
@@ -90,12 +94,12 @@ class Bursts:
             candidate.findings.setdefault(f"writes {changed} byte(s) outside its arguments")
         return took_us, value[0] if isinstance(value, list) and value else None
 
-    def slope_us(self, count: int, *, repeated: bool = False) -> float:
-        """The time of one run, us, on values not seen before or, `repeated`, on one set of them."""
+    def slope_us(self, count: int) -> float:
+        """The time of one run, us, on values not seen before."""
         self.redraw()
-        once, _ = self.burst(count, repeated=repeated)
+        once, _ = self.burst(count)
         self.redraw()
-        twice, _ = self.burst(2 * count, repeated=repeated)
+        twice, _ = self.burst(2 * count)
         return (twice - once) / count
 
     def count(self) -> int:
@@ -129,21 +133,22 @@ def audit(timed: Bursts, fresh: Candidate, count: int) -> str | None:
     return None
 
 
-def memoises(candidate: Bursts, base: Bursts) -> str | None:
-    """Whether the candidate is faster on values that it has seen than memory alone explains, which
-    the reference shows; None if not."""
-    count = candidate.count()
-    shares, times = [], []
-    for bursts in (candidate, base):
-        fresh = median([bursts.slope_us(count) for _ in range(BLOCKS)])
-        seen = median([bursts.slope_us(count, repeated=True) for _ in range(BLOCKS)])
-        shares.append(fresh / max(seen, 1e-3))
-        times.append((fresh, seen))
-    if shares[0] < SHOWN * max(1.0, shares[1]):
+def memoises(timed: Bursts) -> str | None:
+    """Whether the candidate does less on values that it has just seen than on new ones: it runs
+    fewer operators and kernels then, both times of two. None if not.
+
+    Times are taken on new values, so a candidate that hides this gains nothing by it either.
+    """
+    timed.redraw()
+    timed.refresh()
+    message = {"op": "count", "order": [0, 1, 1, 2, 2]}
+    told = timed.ask(message, b"", timed.candidate.limits.load_s)
+    counts = told["counts"]
+    if not isinstance(counts, list) or any(type(n) is not int for n in counts) or len(counts) != 5:
+        raise CandidateError("handed over counts that are none")
+    if counts[2] >= counts[1] or counts[4] >= counts[3]:
         return None
-    return (
-        f"remembers results: {times[0][1]:.1f} us on values it has seen, {times[0][0]:.1f} on new"
-    )
+    return f"remembers results: {counts[1]} operators on new values, {counts[2]} on the same again"
 
 
 def paired(base: Bursts, candidate: Bursts) -> Paired:

@@ -9,19 +9,20 @@ import contextlib
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.confine import Limits
 from harness.errors import UserError
-from harness.handover import Block, Layout, decode, extent, pack, place, storages_of
-from harness.observe import POISON, CandidateError, checksum
+from harness.handover import Block, Layout, decode, extent, pack, place
+from harness.observe import POISON, CandidateError
 from harness.records import Verdict
-from harness.sandbox import Process, Protection, Server, require
 from harness.workload import free_bytes
 from optimized.change import Change, Contract, share
+
+if TYPE_CHECKING:
+    from harness.sandbox import Sandbox
 
 IN_BYTES, OUT_BYTES = 1 << 24, 1 << 24  # to begin with
 SLACK = 1.5  # memory is made that much larger than asked for
@@ -29,124 +30,10 @@ AUDITS = 1 / 8  # of calls run under a profiler that sees the reference being ca
 FOREIGN = KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError
 
 
-class Sandbox:
-    """Runs candidates for one reference model. Use as a context manager.
-
-    `ipc` says how tensors on a card are handed over, once known: through CUDA IPC, or by copies in
-    host memory.
-    """
-
-    def __init__(
-        self,
-        reference: nn.Module,
-        device: torch.device,
-        *,
-        model: str | None = None,
-        limits: Limits | None = None,
-        required: bool = False,
-    ) -> None:
-        """`model` names the model's file. With `required`, a missing protection is a UserError."""
-        self.reference, self.device, self.required = reference, device, required
-        self.limits = limits or Limits()
-        self.model_file = str(Path(model).resolve()) if model and model.endswith(".py") else None
-        self.server = Server([model] if model else [])
-        tensors = [*reference.parameters(), *reference.buffers()]
-        self.storages = storages_of(tensors)
-        self.known = {key: index for index, key in enumerate(self.storages)}
-        self.ipc = device.type == "cuda"
-        self.weights: Block | None = None
-        self.layout, self.skeleton = Layout(), b""
-        self.protections: tuple[Protection, ...] = ()
-
-    def __enter__(self) -> "Sandbox":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.server.close()
-        if self.weights is not None:
-            self.weights.close()
-
-    def open(self, change: str | None, backend: str | None = None) -> "Candidate":
-        """A worker with `change` (a name, or a change file's path) applied; None applies nothing.
-
-        UserError for what the user got wrong, CandidateError for what the candidate did.
-        """
-        try:
-            return Candidate(self, change, backend)
-        except NoIpc:
-            self.ipc = False
-            return Candidate(self, change, backend)
-
-    def start(self, files: dict[str, str]) -> Process:
-        readable = [self.model_file] if self.model_file else []
-        process = Process(self.server, self.limits, files, readable)
-        self.protections = process.protections
-        if self.required:
-            try:
-                require(process.protections)
-            except UserError:
-                process.close()
-                raise
-        return process
-
-    def give_weights(self, process: Process) -> None:
-        """Let a worker see the reference's weights: read-only in host memory, or the card's own."""
-        if self.weights is None:
-            self._fill_weights()
-        assert self.weights is not None
-        count = 0 if self.ipc else len(self.storages)
-        ticket, fds = self.weights.ticket()
-        message = {"op": "weights", "spots": self.layout.spots, "known": count}
-        told = process.ask(message, ticket, fds, seconds=self.limits.load_s)
-        if "error" in told:
-            raise CandidateError(told["error"])
-        if not self.ipc:
-            return
-        for storage in self.storages.values():
-            ticket, _ = card_ticket(storage)
-            told = process.ask({"op": "card"}, ticket, seconds=self.limits.load_s)
-            if "error" in told:
-                process.end("cannot map the card's memory")
-                self.weights = None
-                raise NoIpc(told["error"])
-
-    def _fill_weights(self) -> None:
-        self.layout = Layout()
-        if not self.ipc:
-            size = sum(t.nbytes for t in self.storages.values())
-            if size > free_bytes(torch.device("cpu")) // 2:
-                raise UserError(
-                    f"the weights take {size / 2**30:.0f} GiB, too many to copy for the sandbox; "
-                    "choose a smaller preset"
-                )
-            for storage in self.storages.values():
-                self.layout.add(storage)
-        self.skeleton = pack(self.reference, self.layout, self.known)
-        self.weights = Block(self.layout.end, torch.device("cpu"))
-        self.layout.write(self.weights.bytes)
-        self.weights.seal()
-
-    def checksums(self) -> list[tuple[int, int]]:
-        return [checksum(storage) for storage in self.storages.values()]
-
-
-def card_ticket(storage: Tensor) -> tuple[bytes, list[int]]:
-    block = Block.__new__(Block)
-    block.bytes, block.fd = storage, None
-    return block.ticket()
-
-
-class NoIpc(Exception):
-    """CUDA IPC does not work between this process and its workers."""
-
-
 class Candidate:
     """One change in its worker. `change` is its data, without code; `model` a tree to call."""
 
-    def __init__(self, sandbox: Sandbox, change: str | None, backend: str | None) -> None:
+    def __init__(self, sandbox: "Sandbox", change: str | None, backend: str | None) -> None:
         self.sandbox, self.limits = sandbox, sandbox.limits
         self.findings: dict[str, None] = {}
         self.notes: dict[str, None] = {}
@@ -281,7 +168,7 @@ class Candidate:
         except FOREIGN as error:
             raise CandidateError("handed over a result that is none") from error
 
-    def stopped(self) -> "contextlib.ExitStack":
+    def stopped(self) -> contextlib.ExitStack:
         """While the context lasts, nothing of the candidate runs."""
         self.process.freeze()
         stack = contextlib.ExitStack()

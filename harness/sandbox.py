@@ -1,280 +1,135 @@
-"""Processes for candidates, from the judge's side: start, ask, stop, end, and say what protects.
+"""The sandbox for one reference model: its weights, handed over once, and workers for candidates.
 
-One server process imports torch once and forks a supervised worker for each candidate
-(`harness.supervisor`). The judge talks to workers in JSON and shared memory only, never waits
-without an end, and turns whatever happens to a worker into a `CandidateError`.
+In host memory the weights are a sealed file that nobody can write to. On a card they are the
+judge's own memory, mapped through CUDA IPC, which can be written to: so they are checksummed after
+every candidate.
 """
 
-import contextlib
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from harness import wire
-from harness.confine import ROOT, Limits, Mechanism
+from harness.confine import Limits
 from harness.errors import UserError
-from harness.observe import CandidateError
-from harness.records import Record
-
-START_S = 120.0  # to import torch; a cold disk takes long
-CONTROL_S = 10.0  # for a supervisor to answer, which does nothing else
-CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-FOLDERS = {"HOME": "home", "TMPDIR": "tmp", **CACHES}
-# What a worker sees of the caller's environment: how to compile and which card.
-KEPT = (
-    "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CC", "CXX",
-    "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TRITON_INTERPRET",
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE",
-    "TRITON_PTXAS_PATH", "TRITON_LIBCUDA_PATH",
-)  # fmt: skip
-SET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-
-# Each protection, and the mechanisms of which any one provides it. The first is the strongest.
-PROTECTIONS = {
-    "no network": ("network namespace", "seccomp"),
-    "no writes outside its folder": ("read-only mounts", "landlock"),
-    "reads only what it needs": ("landlock",),
-    "no access to other processes": ("process namespace", "landlock", "own user"),
-    "no privileges": ("no capabilities",),
-    "fewer system calls": ("seccomp",),
-    "dies with its children": ("process namespace", "supervisor"),
-    "memory limited": ("supervisor",),
-    "processes limited": ("supervisor",),
-    "disk limited": ("private folder", "supervisor"),
-    "files limited": ("rlimits",),
-    "time limited": ("supervisor",),
-    "own environment and caches": ("supervisor",),
-}
+from harness.handover import Block, Layout, pack, storages_of
+from harness.observe import CandidateError, checksum
+from harness.process import Process, Server
+from harness.protections import Protection, require
+from harness.remote import Candidate
+from harness.workload import free_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Protection(Record):
-    """One thing a candidate cannot do: by which mechanisms, and which are absent and why."""
+class Sandbox:
+    """Runs candidates for one reference model. Use as a context manager.
 
-    name: str
-    in_force: bool
-    by: tuple[str, ...]
-    absent: dict[str, str]
-
-
-def protections(found: Sequence[Mechanism]) -> tuple[Protection, ...]:
-    known = {m.name: m for m in found}
-    known["supervisor"] = Mechanism(name="supervisor", in_force=True)
-    rows = []
-    for name, mechanisms in PROTECTIONS.items():
-        by = tuple(m for m in mechanisms if m in known and known[m].in_force)
-        absent = {m: known[m].why for m in mechanisms if m in known and not known[m].in_force}
-        rows.append(Protection(name=name, in_force=bool(by), by=by, absent=absent))
-    return tuple(rows)
-
-
-def require(rows: Sequence[Protection]) -> None:
-    """UserError in one line if a protection is missing."""
-    missing = [f"{r.name} ({_reasons(r.absent)})" for r in rows if not r.in_force]
-    if missing:
-        raise UserError(
-            f"--require-sandbox: this machine does not give: {'; '.join(missing)}; "
-            "run where it does, or leave --require-sandbox out"
-        )
-
-
-def describe(rows: Sequence[Protection]) -> str:
-    """One line: how many protections are in force, and which are not."""
-    missing = [f"{r.name} ({_reasons(r.absent)})" for r in rows if not r.in_force]
-    count = sum(r.in_force for r in rows)
-    text = f"sandbox: {count} of {len(rows)} protections in force"
-    return text + (f"; absent: {'; '.join(missing)}" if missing else "")
-
-
-def _reasons(absent: dict[str, str]) -> str:
-    return ", ".join(f"{mechanism}: {why}" for mechanism, why in absent.items()) or "not tried"
-
-
-def scrubbed(folder: str) -> dict[str, str]:
-    """A worker's environment: what it needs of ours, and its own folder for all it writes."""
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    own = {name: os.path.join(folder, place) for name, place in FOLDERS.items()}
-    return kept | SET | own
-
-
-class Server:
-    """The process that forks workers. `preload` names model files that it may import."""
-
-    def __init__(self, preload: Sequence[str] = ()) -> None:
-        ours, theirs = socket.socketpair()
-        environment = {n: v for n, v in scrubbed(tempfile.gettempdir()).items() if n not in FOLDERS}
-        command = [sys.executable, "-m", "harness.supervisor", str(theirs.fileno())]
-        self.process = subprocess.Popen(
-            [*command, *(str(Path(p).resolve()) if p.endswith(".py") else p for p in preload)],
-            cwd=ROOT,
-            env=environment,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        theirs.close()
-        self.socket = ours
-        self.ready = False
-
-    def spawn(self, order: dict[str, Any], *fds: int) -> int:
-        """Start a supervisor with its worker; the supervisor's process number."""
-        try:
-            if not self.ready:
-                wire.receive(self.socket, START_S)
-                self.ready = True
-            wire.send(self.socket, order, b"", *fds)
-            return int(wire.receive(self.socket, CONTROL_S)[0]["pid"])
-        except (wire.Closed, wire.Late, wire.Garbled) as error:
-            raise UserError(
-                f"the sandbox's server does not answer ({type(error).__name__}); "
-                "python -m harness sandbox says what this machine gives"
-            ) from error
-
-    def close(self) -> None:
-        self.socket.close()
-        try:
-            self.process.wait(CONTROL_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-class Process:
-    """One worker. `fault` is what ended it, once something has."""
+    `ipc` says how tensors on a card are handed over, once known: through CUDA IPC, or by copies in
+    host memory.
+    """
 
     def __init__(
-        self, server: Server, limits: Limits, files: dict[str, str], readable: Sequence[str] = ()
-    ) -> None:
-        """`files` are written into its folder; `readable` may be read besides the usual places."""
-        self.limits = limits
-        self.fault: str | None = None
-        self.ended: dict[str, Any] | None = None
-        self.folder = tempfile.mkdtemp(prefix="candidate-")
-        os.chmod(self.folder, 0o777 if os.getuid() == 0 else 0o700)
-        self.socket, worker = socket.socketpair()
-        self.control, control = socket.socketpair()
-        order = {
-            "folder": self.folder,
-            "limits": limits.to_json(),
-            "environment": scrubbed(self.folder),
-            "folders": list(FOLDERS),
-            "files": files,
-            "readable": list(readable),
-            "threads": torch.get_num_threads(),
-        }
-        try:
-            self.supervisor = server.spawn(order, worker.fileno(), control.fileno())
-        finally:
-            worker.close()
-            control.close()
-        found = self.ask({}, seconds=START_S, send=False)["mechanisms"]
-        self.mechanisms = [Mechanism.from_json(m) for m in found]
-        self.protections = protections(self.mechanisms)
-
-    def ask(
         self,
-        message: dict[str, Any],
-        blob: bytes = b"",
-        fds: Sequence[int] = (),
+        reference: nn.Module,
+        device: torch.device,
         *,
-        seconds: float,
-        send: bool = True,
-    ) -> dict[str, Any]:
-        """Send an order and wait for the answer. CandidateError if none comes, or a bad one."""
-        if self.fault is not None:
-            raise CandidateError(self.fault)
-        try:
-            if send:
-                wire.send(self.socket, message, blob, *fds)
-            answer = wire.receive(self.socket, seconds)[0]
-        except wire.Late:
-            self.end(f"gave no answer within {seconds:g} s")
-        except wire.Garbled as error:
-            self.end(f"answered with {error}")
-        except wire.Closed:
-            self.end(None)
-        else:
-            return answer
-        raise CandidateError(str(self.fault))
+        model: str | None = None,
+        limits: Limits | None = None,
+        required: bool = False,
+    ) -> None:
+        """`model` names the model's file. With `required`, a missing protection is a UserError."""
+        self.reference, self.device, self.required = reference, device, required
+        self.limits = limits or Limits()
+        self.model_file = str(Path(model).resolve()) if model and model.endswith(".py") else None
+        self.server = Server([model] if model else [])
+        tensors = [*reference.parameters(), *reference.buffers()]
+        self.storages = storages_of(tensors)
+        self.known = {key: index for index, key in enumerate(self.storages)}
+        self.ipc = device.type == "cuda"
+        self.no_ipc = ""  # why it does not work
+        self.weights: Block | None = None
+        self.layout, self.skeleton = Layout(), b""
+        self.protections: tuple[Protection, ...] = ()
 
-    def end(self, reason: str | None) -> None:
-        """End the worker and all its children for good; `reason`, else its exit, is the fault."""
-        if reason is None:
-            self._wait_for_end()
-            reason = describe_end(self.ended)
-        self.fault = self.fault or reason
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def freeze(self) -> None:
-        """Stop the worker and its children; nothing it does is seen until `thaw`."""
-        self._control({"stop": True}, answered=True)
-
-    def thaw(self) -> None:
-        self._control({"stop": False}, answered=False)
-
-    def _control(self, message: dict[str, Any], *, answered: bool) -> None:
-        try:
-            wire.send(self.control, message)
-            if answered and "ended" in (reply := wire.receive(self.control, CONTROL_S)[0]):
-                self.ended = reply
-                self.end(describe_end(reply))
-                raise CandidateError(str(self.fault))
-        except (wire.Closed, wire.Late, wire.Garbled) as error:
-            self.end(f"its supervisor does not answer ({type(error).__name__})")
-            raise CandidateError(str(self.fault)) from error
-
-    def _wait_for_end(self) -> None:
-        if self.ended is not None or self.control.fileno() < 0:
-            return
-        with contextlib.suppress(wire.Closed, wire.Late, wire.Garbled):
-            while self.ended is None:
-                message = wire.receive(self.control, CONTROL_S)[0]
-                self.ended = message if "ended" in message else None
-
-    def finish(self) -> list[str]:
-        """Let the worker end by itself; what it left behind."""
-        if self.fault is None:
-            with contextlib.suppress(CandidateError):
-                self.ask({"op": "stop"}, seconds=CONTROL_S)
-                self._wait_for_end()
-        self.close()
-        left = (self.ended or {}).get("left", 0)
-        return [f"leaves {left} process(es) behind"] if left else []
 
     def close(self) -> None:
-        """Kill what is left and remove the folder."""
-        self.control.close()
-        self.socket.close()
-        if self.ended is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.supervisor, signal.SIGKILL)
-        self.fault = self.fault or "was ended"
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.server.close()
+        if self.weights is not None:
+            self.weights.close()
+
+    def open(self, change: str | None, backend: str | None = None) -> Candidate:
+        """A worker with `change` (a name, or a change file's path) applied; None applies nothing.
+
+        UserError for what the user got wrong, CandidateError for what the candidate did.
+        """
+        try:
+            return Candidate(self, change, backend)
+        except NoIpc as error:
+            self.ipc, self.no_ipc = False, str(error)
+            return Candidate(self, change, backend)
+
+    def start(self, files: dict[str, str]) -> Process:
+        readable = [self.model_file] if self.model_file else []
+        process = Process(self.server, self.limits, files, readable)
+        self.protections = process.protections
+        if self.required:
+            try:
+                require(process.protections)
+            except UserError:
+                process.close()
+                raise
+        return process
+
+    def give_weights(self, process: Process) -> None:
+        """Let a worker see the reference's weights: read-only in host memory, or the card's own."""
+        if self.weights is None:
+            self._fill_weights()
+        assert self.weights is not None
+        count = 0 if self.ipc else len(self.storages)
+        ticket, fds = self.weights.ticket()
+        message = {"op": "weights", "spots": self.layout.spots, "known": count}
+        told = process.ask(message, ticket, fds, seconds=self.limits.load_s)
+        if "error" in told:
+            raise CandidateError(told["error"])
+        if not self.ipc:
+            return
+        for storage in self.storages.values():
+            ticket, _ = card_ticket(storage)
+            told = process.ask({"op": "card"}, ticket, seconds=self.limits.load_s)
+            if "error" in told:
+                process.end("cannot map the card's memory")
+                self.weights = None
+                raise NoIpc(told["error"])
+
+    def _fill_weights(self) -> None:
+        self.layout = Layout()
+        if not self.ipc:
+            size = sum(t.nbytes for t in self.storages.values())
+            if size > free_bytes(torch.device("cpu")) // 2:
+                raise UserError(
+                    f"the weights take {size / 2**30:.0f} GiB, too many to copy for the sandbox; "
+                    "choose a smaller preset"
+                )
+            for storage in self.storages.values():
+                self.layout.add(storage)
+        self.skeleton = pack(self.reference, self.layout, self.known)
+        self.weights = Block(self.layout.end, torch.device("cpu"))
+        self.layout.write(self.weights.bytes)
+        self.weights.seal()
+
+    def checksums(self) -> list[tuple[int, int]]:
+        return [checksum(storage) for storage in self.storages.values()]
 
 
-def describe_end(ended: dict[str, Any] | None) -> str:
-    """Why a worker ended, from what its supervisor saw."""
-    if ended is None:
-        return "ended with its supervisor"
-    if ended["reason"]:
-        return str(ended["reason"])
-    status = ended["ended"]
-    if status is None:
-        return "was ended"
-    if os.WIFEXITED(status):
-        return f"ended with exit status {os.WEXITSTATUS(status)} before it answered"
-    number = os.WTERMSIG(status)
-    name = signal.Signals(number).name
-    if number in (signal.SIGSEGV, signal.SIGBUS):
-        return f"was killed by {name}: it touched memory that it may not, such as the weights"
-    return f"was killed by {name}"
+def card_ticket(storage: Tensor) -> tuple[bytes, list[int]]:
+    block = Block.__new__(Block)
+    block.bytes, block.fd = storage, None
+    return block.ticket()
+
+
+class NoIpc(Exception):
+    """CUDA IPC does not work between this process and its workers."""

@@ -8,9 +8,10 @@ from harness.confine import ROOT, Limits
 from harness.judge import judge_model, judge_region, self_test
 from harness.observe import CandidateError
 from harness.outside import latency
+from harness.protections import Protection
 from harness.records import Latency, Verdict
-from harness.remote import Candidate, Sandbox
-from harness.sandbox import Protection
+from harness.remote import Candidate
+from harness.sandbox import Sandbox
 from harness.workload import Workload
 
 Say = Callable[[str], None]

@@ -235,6 +235,22 @@ class Worker:
         self._wait()
         return self._hand_over(kept)
 
+    def do_count(self, _: bytes, __: list[int], *, order: list[int]) -> Any:
+        """How many operators and kernels each run of a slot in `order` takes."""
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        module, counts = self.model.get_submodule(self.node), []
+        with torch.no_grad():
+            for slot in order:
+                with profile(activities=activities) as seen:
+                    module(*self.slots[slot])
+                    self._wait()
+                counts.append(len(seen.events() or ()))
+        return {"counts": counts}
+
     def _wait(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()

@@ -1,0 +1,201 @@
+"""Change files that try to fool the judge, each of which it must refuse, and honest ones beside
+them, which it must accept. All take the path that every change file takes: the sandbox, the
+region's cases, then runs that are timed from outside and compared.
+"""
+
+import ast
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from harness.cases import storages
+from harness.confine import ROOT, Limits
+from harness.errors import UserError
+from harness.observe import CandidateError
+from harness.outside import Bursts, audit, call_slots, memoises
+from harness.protections import Protection
+from harness.records import Record
+from harness.region import RegionCases
+from harness.remote import Candidate
+from harness.sandbox import Sandbox
+from harness.workload import Workload
+
+FOLDER = ROOT / "tests" / "harness" / "cheats"
+TOY = ROOT / "tests" / "harness" / "toy_model.py"
+# Docstrings say which model that ships a file is written against: "Against NAME PRESET."
+AGAINST = re.compile(r"\s*Against (\S+) (\S+)\.\s*$")
+LIMITS = Limits(
+    load_s=20.0, call_s=10.0, memory=2 << 30, disk=64 << 20, file=64 << 20, processes=32
+)  # fmt: skip
+BURSTS = 8  # timed before the one that is compared
+AUDITED = 5  # runs of the burst that is compared
+
+CAUGHT, SURVIVED, NOT_HERE = "caught", "survived", "not runnable here"
+ACCEPTED, REJECTED = "accepted", "wrongly rejected"
+BAD = SURVIVED, REJECTED
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """One change file: what it tries (its docstring), and the model it is written against."""
+
+    path: Path
+    tries: str
+    model: str
+    preset: str
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def honest(self) -> bool:
+        return self.name.startswith("honest_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Record):
+    """What became of one file; `how` is the judge's reason."""
+
+    name: str
+    tries: str
+    outcome: str
+    how: str
+
+    @property
+    def bad(self) -> bool:
+        return self.outcome in BAD
+
+
+def fixtures(folder: Path = FOLDER) -> list[Fixture]:
+    """All change files of a folder by name, honest ones first; read, not imported."""
+    if not folder.is_dir():
+        raise UserError(f"no change files at {folder}; run this in a checkout of the project")
+    found = []
+    for path in sorted(folder.glob("*.py")):
+        text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
+        against = AGAINST.search(text)
+        model, preset = against.groups() if against else (str(TOY), "auto")
+        found.append(Fixture(path, AGAINST.sub("", text), model, preset))
+    return sorted(found, key=lambda f: (f.model, not f.honest, f.name))
+
+
+def run(
+    chosen: Sequence[Fixture], device: str, seed: int, say: Callable[[str], None]
+) -> tuple[list[Outcome], tuple[Protection, ...]]:
+    """Run them all; what became of each, and the protections they ran under."""
+    outcomes, protections = [], ()
+    by_model: dict[tuple[str, str], list[Fixture]] = {}
+    for fixture in chosen:
+        by_model.setdefault((fixture.model, fixture.preset), []).append(fixture)
+    for (model, preset), group in by_model.items():
+        workload = Workload.load(model, preset, device, seed)
+        with Arena(workload, seed) as arena:
+            for fixture in group:
+                say(f"{fixture.name}: {fixture.tries}")
+                outcomes.append(arena.outcome(fixture))
+            protections = arena.sandbox.protections
+    return outcomes, protections
+
+
+@dataclass
+class Arena:
+    """One model's sandbox and cases, prepared once for all files written against it."""
+
+    workload: Workload
+    seed: int
+    limits: Limits = LIMITS
+    cases: dict[str, RegionCases] = field(default_factory=dict)
+    planted: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        model = self.workload.name
+        self.sandbox = Sandbox(
+            self.workload.model, self.workload.device, model=model, limits=self.limits
+        )
+        self.folder = tempfile.TemporaryDirectory(prefix="results-")
+
+    def __enter__(self) -> "Arena":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sandbox.close()
+        self.folder.cleanup()
+
+    def outcome(self, fixture: Fixture) -> Outcome:
+        """Judge one file as any other."""
+        try:
+            reason = self.reason(str(fixture.path))
+        except UserError as error:
+            text = str(error)
+            if "has nothing for" not in text:
+                raise
+            return Outcome(name=fixture.name, tries=fixture.tries, outcome=NOT_HERE, how=text)
+        if fixture.honest:
+            word = ACCEPTED if reason is None else REJECTED
+        else:
+            word = SURVIVED if reason is None else CAUGHT
+        return Outcome(name=fixture.name, tries=fixture.tries, outcome=word, how=reason or "")
+
+    def reason(self, change: str) -> str | None:
+        """Why a change is refused, or None if it is not."""
+        try:
+            candidate = self.sandbox.open(change)
+        except CandidateError as error:
+            return str(error)
+        with_fresh: list[Candidate] = []
+        try:
+            assert candidate.change is not None
+            cases = self.prepared(candidate)
+            verdict = cases.judge(candidate.model, candidate.backend, until_fault=True)
+            verdict = candidate.judged(verdict)
+            if not verdict.passed:
+                return verdict.reason
+            with_fresh.append(self.sandbox.open(change))
+            told = self.timed(candidate, with_fresh[0], cases)
+            if told is not None:
+                candidate.findings.setdefault(told)
+        except CandidateError as error:
+            candidate.findings.setdefault(f"while timed: {error}")
+        finally:
+            findings = candidate.close()
+            for fresh in with_fresh:
+                findings += fresh.close()
+        return "; ".join(dict.fromkeys(findings)) or None
+
+    def prepared(self, candidate: Candidate) -> RegionCases:
+        """The region's cases under the candidate's contract; the reference's results are left in a
+        file, as somebody careless might."""
+        assert candidate.change is not None
+        change = candidate.change
+        key = repr((change.region, change.contract))
+        if key not in self.cases:
+            made = RegionCases.prepare(
+                self.workload.model, change.region, change.contract, self.workload, self.seed
+            )
+            self.cases[key] = made
+            for number, tensor in enumerate(_results(made)):
+                torch.save(tensor, Path(self.folder.name) / f"{len(self.cases)}-{number}.pt")
+        return self.cases[key]
+
+    def timed(self, candidate: Candidate, fresh: Candidate, cases: RegionCases) -> str | None:
+        """What runs that are timed show: results that are remembered, or not those of a fresh
+        process."""
+        first = next(c for c in cases.recorded if c.node == cases.names[0] and not c.kwargs)
+        slots, redraw = call_slots(first.args, storages(self.workload.model), self.seed)
+        mine = Bursts(candidate, first.node, slots, redraw)
+        told = memoises(mine)
+        for _ in range(BURSTS):
+            mine.slope_us(mine.count())
+        differs = audit(mine, fresh, AUDITED)
+        return "; ".join(text for text in (differs, told) if text) or None
+
+
+def _results(cases: RegionCases) -> Iterator[torch.Tensor]:
+    for node in cases.nodes():
+        for prepared in node.prepared:
+            yield from prepared.first.outputs.values()

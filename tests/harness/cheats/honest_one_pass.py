@@ -1,0 +1,29 @@
+"""An honest twin: the same arithmetic, written once more."""
+
+import torch
+
+from optimized.change import Change, Contract, Implementation
+
+
+def honest(node, x, residual):
+    residual = residual + x
+    wide = residual.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    return residual, scaled.to(x.dtype) * node.weight + node.bias
+
+
+def build(node, _):
+    def forward(x, residual):
+        return honest(node, x, residual)
+
+    return forward
+
+
+CHANGE = Change(
+    name="honest-one-pass",
+    region="add_norm",
+    summary="adds and normalises in one pass",
+    contract=Contract(numerics="reduction"),
+    implementations=(Implementation(backend="torch", devices=("cpu", "cuda"), build=build),),
+)

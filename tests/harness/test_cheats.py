@@ -1,0 +1,116 @@
+"""Every cheat is refused, for the reason that it should be; honest twins are accepted."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from harness.__main__ import main
+from harness.cheats import (
+    ACCEPTED,
+    CAUGHT,
+    LIMITS,
+    NOT_HERE,
+    Arena,
+    Fixture,
+    Outcome,
+    fixtures,
+)
+from tests.harness.judged import toy
+
+EVERY = {fixture.name: fixture for fixture in fixtures()}
+# What the reason has to say. Those that take long are left to `python -m harness cheats`.
+REASONS = {
+    "caches_by_pointer": "differ",
+    "caches_by_value": "remembers results",
+    "calls_reference": "dispatches the reference",
+    "calls_reference_forward": "dispatches the reference",
+    "changes_weights": "SIGSEGV",
+    "crashes": "SIGSEGV",
+    "edits_harness": "judge.py for writing",
+    "exits": "exit status 0",
+    "exits_on_import": "exit status 0",
+    "fills_disk": "No space left",
+    "finds_reference_output": "searches the process",
+    "floods_judge": "a message of",
+    "forges_answer": "result that is none",
+    "inspects_frames": "looks into the frames",
+    "lazy_tensor": "returns a Lazy, not a plain tensor",
+    "lower_precision": "differ",
+    "loops_for_ever": "gave no answer within",
+    "opens_socket": "opens a network socket",
+    "partly_written": "out[1]",
+    "patches_clock": "replaces time.perf_counter",
+    "patches_comparison": "replaces torch.allclose",
+    "patches_judge": "replaces harness.",
+    "reads_expected_from_disk": "differ",
+    "reads_parent_memory": "/mem",
+    "reads_parent_with_syscall": "differ",
+    "returns_constants": "differ",
+    "returns_early": "differ",
+    "returns_input_buffer": "differ",
+    "returns_zeros": "differ",
+    "skips_after_checks": "what was timed is not what an untimed call computes",
+    "skips_when_profiled": "differ",
+    "skips_when_timed": "looks into the frames",
+    "slows_reference": "replaces AddNorm.forward",
+    "writes_inputs": "writes to its argument x",
+    "writes_outside": "byte(s) outside its arguments",
+}
+# Fewer call through a verdict, so that all of them are quick.
+SLOW = {"exhausts_memory", "forks_without_end"}
+CARD = {"card_fault", "other_stream", "patches_synchronize", "stale_graph"}
+ELSEWHERE = {"forks_survivor"}  # in test_sandbox.py
+
+
+@pytest.fixture(scope="module")
+def arena():
+    with Arena(toy(), 0, limits=replace(LIMITS, call_s=4.0)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_cheat_is_caught(arena, name):
+    outcome = arena.outcome(EVERY[name])
+    assert outcome.outcome == CAUGHT
+    assert REASONS[name] in outcome.how
+
+
+@pytest.mark.parametrize("name", ["honest_one_pass", "honest_in_place", "honest_threads"])
+def test_an_honest_change_is_accepted(arena, name):
+    outcome = arena.outcome(EVERY[name])
+    assert (outcome.outcome, outcome.how) == (ACCEPTED, "")
+
+
+@pytest.mark.parametrize("name", CARD)
+def test_what_needs_a_card_says_so(arena, name):
+    outcome = arena.outcome(EVERY[name])
+    assert outcome.outcome == NOT_HERE
+    assert "cuda" in outcome.how
+
+
+def test_every_fixture_is_tried_somewhere():
+    toys = {name for name, fixture in EVERY.items() if fixture.model.endswith("toy_model.py")}
+    honest = {name for name in toys if EVERY[name].honest}
+    assert toys == {*REASONS} | SLOW | CARD | ELSEWHERE | honest
+    assert len(toys - honest) >= 20
+    assert {EVERY[n].model for n in EVERY} - {EVERY["exits"].model} == {"beam"}
+
+
+def test_a_survivor_and_a_false_refusal_are_bad():
+    for word, bad in (("caught", False), ("survived", True), ("wrongly rejected", True)):
+        assert Outcome(name="n", tries="t", outcome=word, how="").bad is bad
+
+
+def test_a_survivor_gives_exit_1(monkeypatch, capsys, tmp_path):
+    """An honest file under a cheat's name must be reported as one that survives."""
+    path = tmp_path / "looks_honest.py"
+    path.write_text(EVERY["honest_one_pass"].path.read_text())
+    source = EVERY["exits"]
+    fixture = Fixture(path, "is honest", source.model, source.preset)
+    monkeypatch.setattr("harness.command_cheats.fixtures", lambda: [fixture])
+    assert main(["cheats", "--json", "--device", "cpu"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [row["outcome"] for row in found["cheats"]] == ["survived"]
+    assert found["passed"] is False
+    assert {row["name"] for row in found["protections"]} >= {"no network", "time limited"}
