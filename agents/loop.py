@@ -89,14 +89,15 @@ class Loop:
                 count = len(nodes(session.reference, region.region))
                 change = controls.slowed(region.region, self.workload.device, step_us, count)
             attempt = self.attempt(suggest(region, change, "torch", change.summary), control=name)
-            if attempt.status is not Status.REJECTED and attempt.latency is not None:
+            audited = attempt.audit is not None and attempt.audit.reason is None
+            if attempt.status is not Status.REJECTED and attempt.latency is not None and audited:
                 self.widen(attempt.latency)
         for name in todo:
             if name not in self.history.controls:
                 last = [a for a in self.history.attempts if a.control == name][-1]
                 raise SelfTestError(
-                    f"the control {name!r} was not refused in {CONTROL_TRIES} tries, last: "
-                    f"{last.reason}. Stop other work on this machine and start a new run"
+                    f"the control {name!r} was not refused as it must be in {CONTROL_TRIES} tries, "
+                    f"last: {last.reason}. Stop other work on this machine and start a new run"
                 )
 
     def widen(self, latency: Latency) -> None:
@@ -154,6 +155,11 @@ class Loop:
         if control is not None and decision.status is Status.KEPT:
             decision = Decision(
                 status=Status.FAILED, reason=f"the keep rule accepted it: {decision.reason}"
+            )
+        if control is not None and outcome.audit is not None and outcome.audit.reason is not None:
+            decision = Decision(
+                status=Status.FAILED,
+                reason=f"its audit failed, though it is honest: {outcome.audit.reason}",
             )
         attempt = self.record(suggestion, outcome, decision, index, control, started)
         if outcome.model is not None:

@@ -93,6 +93,13 @@ def test_skipping_work_while_timed_is_refused_by_the_audit(loop: Loop) -> None:
     assert loop.ledger.all("attempt", Attempt) == [attempt]
 
 
+def test_a_control_whose_audit_fails_was_not_refused_by_the_keep_rule(loop: Loop) -> None:
+    attempt = loop.attempt(suggestion(skips_while_timed), control="identity")
+    assert attempt.status is Status.FAILED
+    assert attempt.reason.startswith("its audit failed, though it is honest: decode, among")
+    assert loop.history.controls == frozenset()
+
+
 def test_a_spoilt_reference_is_recorded_and_stops_the_run(loop: Loop) -> None:
     with pytest.raises(SelfTestError, match=r"changed the reference's weight blocks\.0\.norm\.w"):
         loop.attempt(suggestion(spoils_a_weight))
