@@ -241,8 +241,8 @@ def print_drift(drift: Drift) -> None:
                 "reference under noise" if row.of == "reference" else row.of,
                 row.routes,
                 row.step,
-                f"{row.layers[0]:.2g}",
-                f"{row.layers[-1]:.2g}",
+                error(row.layers[0] if row.layers else None),
+                error(row.layers[-1] if row.layers else None),
                 f"{row.kl_mean:.2g}",
                 f"{row.kl_max:.2g}",
                 f"{row.flips} of {row.tokens}",
@@ -253,6 +253,10 @@ def print_drift(drift: Drift) -> None:
     )
     if drift.unforced is not None:
         print(f"note: routes were not forced: {drift.unforced}")
+
+
+def error(relative: float | None) -> str:
+    return "-" if relative is None else f"{relative:.2g}"
 
 
 def worst(index: tuple[int, ...] | None, values: tuple[float, float] | None) -> str:

@@ -7,8 +7,8 @@ forced routes every choice is taken from the reference's run: what is left is ro
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from harness.routing import Router, forcing, routers
 from harness.steps import LabelledStep
 from harness.trees import leaves, map_tensors
 
-DECODES = 8  # decode steps of a full drift
+DECODES = 4  # decode steps of a full drift; each takes three replays of the whole model
 FREE, FORCED = "free", "forced"
 RESULT, REFERENCE = "result", "reference"
 
@@ -76,15 +76,35 @@ def drift(
             if who[0] == REFERENCE:
                 seen.replayed(args[who], noise, run if who[1] == FORCED else None)
             elif who[1] == FREE:
-                seen.called(args[who])
+                with opened(candidate):
+                    seen.called(args[who])
             else:
-                unforced = _call_forced(seen, args[who], reference, chosen)
+                with opened(candidate):
+                    unforced = _call_forced(seen, args[who], reference, chosen)
                 if unforced is not None:
                     continue
             key = *who, "decode" if number else "prefill"
             _pool(sums, key, seen, truth)
     rows = tuple(_row(key, s) for key, s in sums.items() if key[1] == FREE or unforced is None)
     return Drift(layers=tuple(names), decodes=decodes, seed=seed, rows=rows, unforced=unforced)
+
+
+@contextmanager
+def opened(candidate: nn.Module) -> Iterator[None]:
+    """Let a tree whose modules are called in another process run here, save those that a change
+    replaced, so that hooks see its layers and its choices."""
+    away = {
+        module: vars(module)["forward"]
+        for module in candidate.modules()
+        if hasattr(vars(module).get("forward"), "integers") and not hasattr(module, "applied")
+    }
+    for module in away:
+        del module.forward
+    try:
+        yield
+    finally:
+        for module, forward in away.items():
+            module.forward = forward
 
 
 def describe(found: Drift) -> list[str]:
@@ -101,10 +121,9 @@ def describe(found: Drift) -> list[str]:
 
 
 def _words(row: DriftRow) -> str:
-    return (
-        f"relative {row.layers[-1]:.2g}, KL {row.kl_mean:.2g}, "
-        f"{row.flips} of {row.tokens} top-1 flip(s)"
-    )
+    last = row.layers[-1] if row.layers else None
+    relative = "unknown" if last is None else f"{last:.2g}"
+    return f"relative {relative}, KL {row.kl_mean:.2g}, {row.flips} of {row.tokens} top-1 flip(s)"
 
 
 class _Watched:
@@ -181,8 +200,8 @@ def _pool(
     seen: _Watched,
     truth: _Watched,
 ) -> None:
-    zero = torch.zeros((), dtype=torch.float64, device=truth.logits.device)
-    pairs = [seen.squares.get(name, (zero, zero)) for name in seen.names]
+    unseen = torch.full((), torch.nan, dtype=torch.float64, device=truth.logits.device)
+    pairs = [seen.squares.get(name, (unseen, unseen)) for name in seen.names]
     apart, norm = (torch.stack(column) for column in zip(*pairs, strict=True))
     pooled = sums.setdefault(key, _Sums(torch.zeros_like(apart), torch.zeros_like(norm)))
     pooled.apart, pooled.norm = pooled.apart + apart, pooled.norm + norm
@@ -199,9 +218,14 @@ def _row(key: tuple[str, str, str], pooled: _Sums) -> DriftRow:
         of=of,
         routes=routes,
         step=step,
-        layers=tuple(math.sqrt(a / n) if n else 0.0 for a, n in squares),
+        layers=tuple(_relative(a, n) for a, n in squares),
         kl_mean=max(0.0, float(divergences.mean())),
         kl_max=max(0.0, float(divergences.max())),
         flips=int(flips.sum()),
         tokens=flips.numel(),
     )
+
+
+def _relative(apart: float, norm: float) -> float | None:
+    """From sums of squares; None where a layer was not seen, or all of it is zero."""
+    return math.sqrt(apart / norm) if norm > 0 else None

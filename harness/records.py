@@ -138,7 +138,8 @@ class DriftRow(Record):
     of: str  # "result": the candidate; "reference": the reference itself under noise
     routes: str  # "free", or "forced": every choice taken from the reference's run
     step: str  # "prefill" or "decode"
-    layers: tuple[float, ...]  # ||x - reference|| / ||reference|| after each layer
+    # ||x - reference|| / ||reference|| after each layer; None where it was not seen
+    layers: tuple[float | None, ...]
     kl_mean: float  # nats, of the reference's next-token distribution from the other
     kl_max: float
     flips: int  # of the most likely token

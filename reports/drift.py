@@ -63,7 +63,7 @@ def chart(verdict: Verdict | None) -> str | None:
     element; None if there is nothing above zero to draw."""
     rows = verdict.drift.rows if verdict is not None and verdict.drift is not None else ()
     rows = [r for r in rows if r.step == "prefill"]
-    if not any(error > 0 for row in rows for error in row.layers):
+    if not any(error for row in rows for error in row.layers):
         return None
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -89,6 +89,5 @@ def _draw(axes, row: DriftRow) -> None:
     """The result in the colour of what was kept, the reference in ink; dashed on forced routes."""
     colour = KEPT if row.of == "result" else INK
     dashes = (3, 2) if row.routes == "forced" else (None, None)
-    at = [i for i, error in enumerate(row.layers, start=1) if error > 0]
-    errors = [error for error in row.layers if error > 0]
-    axes.plot(at, errors, color=colour, linewidth=1.4, dashes=dashes)
+    drawn = [(i, error) for i, error in enumerate(row.layers, start=1) if error]
+    axes.plot(*zip(*drawn, strict=True), color=colour, linewidth=1.4, dashes=dashes)

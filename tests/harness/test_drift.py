@@ -33,6 +33,12 @@ def drifted(workload: Workload, candidate: nn.Module, *, forced: bool = True) ->
     )
 
 
+def error(row: DriftRow, layer: int) -> float:
+    found = row.layers[layer]
+    assert found is not None
+    return found
+
+
 def rows(found: Drift, of: str) -> dict[tuple[str, str], DriftRow]:
     return {(r.routes, r.step): r for r in found.rows if r.of == of}
 
@@ -44,8 +50,8 @@ def test_the_reference_reroutes_itself_and_forced_routes_leave_only_rounding() -
     own = rows(found, "reference")
     assert set(own) == {(r, s) for r in ("free", "forced") for s in ("prefill", "decode")}
     free, forced = own["free", "prefill"], own["forced", "prefill"]
-    assert 0 < forced.layers[0] == free.layers[0] < 0.01
-    assert free.layers[-1] > 3 * forced.layers[-1] > 0
+    assert 0 < error(forced, 0) == error(free, 0) < 0.01
+    assert error(free, -1) > 3 * error(forced, -1) > 0
     assert forced.kl_mean <= forced.kl_max < free.kl_max
     assert (free.tokens, own["free", "decode"].tokens) == (3, 3 * DECODES)
 
@@ -68,7 +74,7 @@ def misrouted(rows_of_ten: int) -> Callable[[nn.Module], Callable[..., Any]]:
 def test_a_model_that_only_routes_otherwise_does_not_drift_on_forced_routes(rows_of_ten) -> None:
     found = rows(drifted(toy(), changed(toy(), change("choose", misrouted(rows_of_ten)))), "result")
     free, forced = found["free", "prefill"], found["forced", "prefill"]
-    assert free.layers[0] > 0.01 and free.kl_max > forced.kl_max
+    assert error(free, 0) > 0.01 and free.kl_max > forced.kl_max
     assert forced.layers == (0.0, 0.0) and forced.kl_max == 0.0 and forced.flips == 0
     assert free.tokens == LENGTHS  # no padding
 
@@ -85,7 +91,7 @@ def test_forced_routes_take_weights_from_the_models_own_values() -> None:
         return forward
 
     found = rows(drifted(toy(), changed(toy(), change("add_norm", scaled))), "result")
-    assert found["forced", "prefill"].layers[-1] > 0.05
+    assert error(found["forced", "prefill"], -1) > 0.05
 
 
 def test_a_choice_that_no_submodule_returns_cannot_be_forced() -> None:
@@ -101,6 +107,27 @@ def test_a_choice_that_no_submodule_returns_cannot_be_forced() -> None:
     found = drifted(toy(), changed(toy(), change("mixture", whole)))
     assert found.unforced == "blocks.0.mixture.choose is not called by itself"
     assert {r.routes for r in found.rows} == {"free"}
+
+
+def test_a_tree_that_is_called_elsewhere_is_opened_down_to_what_was_replaced() -> None:
+    """As a sandboxed candidate, whose every module calls its namesake in another process."""
+
+    class Elsewhere:
+        integers: dict[str, list[Tensor]] = {}
+
+        def __init__(self, forward: Callable[..., Any]) -> None:
+            self.forward = forward
+
+        def __call__(self, *args: Any) -> Any:
+            return self.forward(*args)
+
+    candidate = changed(toy(), change("choose", misrouted(3)))
+    twin = share(candidate)
+    for name, module in candidate.named_modules():
+        module.forward = Elsewhere(twin.get_submodule(name).forward)
+    plain = changed(toy(), change("choose", misrouted(3)))
+    assert drifted(toy(), candidate) == drifted(toy(), plain)
+    assert all(isinstance(module.forward, Elsewhere) for module in candidate.modules())
 
 
 def test_the_figures_as_sentences() -> None:
