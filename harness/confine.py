@@ -108,16 +108,18 @@ def isolate() -> list[Mechanism]:
     found = [attempt("own user", _become_nobody)]
     if not found[0].in_force and os.getuid() == 0:
         found.append(attempt("real user", _be_nobody_by_name))
-    user, group = os.geteuid(), os.getegid()
-    namespace = attempt("user namespace", lambda: _call("unshare", NEW_USER))
-    if namespace.in_force:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    found.append(namespace)
+    found.append(attempt("user namespace", _new_user_namespace))
     for name, flag in NEW.items():
         found.append(attempt(name, lambda flag=flag: _call("unshare", flag)))
     return found
+
+
+def _new_user_namespace() -> None:
+    user, group = os.geteuid(), os.getegid()
+    _call("unshare", NEW_USER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
 def _become_nobody() -> None:
@@ -154,6 +156,9 @@ def mount(folder: str, limits: Limits, namespace: bool) -> list[Mechanism]:
     if not namespace:
         why = "needs a mount namespace"
         return [Mechanism(name=name, in_force=False, why=why) for name in names]
+    private = attempt("private mounts", _private_mounts)
+    if not private.in_force:
+        return [Mechanism(name=name, in_force=False, why=private.why) for name in names]
     size = f"size={limits.disk},mode=0777"
 
     def read_only() -> None:
@@ -170,7 +175,7 @@ def mount(folder: str, limits: Limits, namespace: bool) -> list[Mechanism]:
     ]
 
 
-def private_mounts() -> None:
+def _private_mounts() -> None:
     """Let no mount that follows be seen outside this namespace."""
     _call("mount", b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)
 

@@ -36,6 +36,7 @@ class Block:
         self.size = max(size, mmap.PAGESIZE)
         self.fd: int | None = None
         self.map: mmap.mmap | None = None
+        self.card = b""
         if ipc:
             self.bytes = torch.empty(self.size, dtype=torch.uint8, device=device)
             return
@@ -58,8 +59,9 @@ class Block:
         """What the other side opens it by: a pickle of the judge's own, and files."""
         if self.fd is not None:
             return pickle.dumps(("file", self.size)), [self.fd]
-        share: Any = self.bytes.untyped_storage()
-        return pickle.dumps(("ipc", share._share_cuda_())), []
+        if not self.card:
+            self.card = card_ticket(self.bytes)
+        return self.card, []
 
     def close(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -69,6 +71,12 @@ class Block:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+
+def card_ticket(tensor: Tensor) -> bytes:
+    """What another process opens a tensor's memory on the card by."""
+    storage: Any = tensor.untyped_storage()
+    return pickle.dumps(("ipc", storage._share_cuda_()))
 
 
 def frozen(buffer: Any) -> Tensor:
@@ -85,6 +93,7 @@ class View:
         kind, what = pickle.loads(ticket)
         self.map: mmap.mmap | None = None
         if kind == "ipc":
+            torch.cuda.init()
             storage = torch.UntypedStorage._new_shared_cuda(*what)
             self.bytes = flat(storage)
             return

@@ -37,7 +37,11 @@ KEPT = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE",
     "TRITON_PTXAS_PATH", "TRITON_LIBCUDA_PATH",
 )  # fmt: skip
-SET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+SET = {
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a card must not start CUDA before the fork
+}
 
 
 def scrubbed(folder: str) -> dict[str, str]:
@@ -70,8 +74,10 @@ class Server:
         """Start a supervisor with its worker; the supervisor's process number."""
         try:
             if not self.ready:
-                wire.receive(self.socket, START_S)
+                told = wire.receive(self.socket, START_S)[0]
                 self.ready = True
+                if told["card"]:
+                    raise UserError("the sandbox's server has started CUDA before it could fork")
             wire.send(self.socket, order, b"", *fds)
             return int(wire.receive(self.socket, CONTROL_S)[0]["pid"])
         except (wire.Closed, wire.Late, wire.Garbled) as error:
@@ -117,7 +123,10 @@ class Process:
         finally:
             worker.close()
             control.close()
-        found = self.ask({}, seconds=START_S, send=False)["mechanisms"]
+        try:
+            found = self.ask({}, seconds=START_S, send=False)["mechanisms"]
+        except CandidateError as error:
+            raise UserError(f"no sandbox can be started here: its worker {error}") from error
         self.mechanisms = [Mechanism.from_json(m) for m in found]
         self.protections = protections(self.mechanisms)
 

@@ -44,6 +44,7 @@ class Candidate:
             files, name = _text_of(change)
         self.process = sandbox.start(files)
         self.blocks: dict[str, Block] = {}
+        self.old: list[Block] = []
         try:
             sandbox.give_weights(self.process)
             for which, size in (("in", IN_BYTES), ("out", OUT_BYTES)):
@@ -95,9 +96,9 @@ class Candidate:
         if which in self.blocks:
             if self.blocks[which].size >= size:
                 return
-            self.blocks.pop(which).close()
+            self.old.append(self.blocks.pop(which))  # the worker may still have it open
             size = int(size * SLACK)
-        block = Block(size, self.sandbox.device, ipc=self.sandbox.ipc)
+        block = self.sandbox.take(size)
         self.blocks[which] = block
         ticket, fds = block.ticket()
         message = {"op": "memory", "which": which}
@@ -186,9 +187,9 @@ class Candidate:
         if getattr(self, "sums", None) and self.sums != self.sandbox.checksums():
             self.findings.setdefault("changes the weights")
             self.sums = []
-        for block in self.blocks.values():
-            block.close()
-        self.blocks = {}
+        for block in (*self.old, *self.blocks.values()):
+            self.sandbox.give_back(block)
+        self.old, self.blocks = [], {}
         return list(self.findings)
 
     def judged(self, verdict: Verdict) -> Verdict:

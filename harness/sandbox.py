@@ -8,11 +8,11 @@ every candidate.
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness.confine import Limits
 from harness.errors import UserError
-from harness.handover import Block, Layout, pack, storages_of
+from harness.handover import Block, Layout, card_ticket, pack, storages_of
 from harness.observe import CandidateError, checksum
 from harness.process import Process, Server
 from harness.protections import Protection, require
@@ -45,6 +45,8 @@ class Sandbox:
         self.storages = storages_of(tensors)
         self.known = {key: index for index, key in enumerate(self.storages)}
         self.ipc = device.type == "cuda"
+        self.shared: list[bytes] = []
+        self.pool: list[Block] = []
         self.no_ipc = ""  # why it does not work
         self.weights: Block | None = None
         self.layout, self.skeleton = Layout(), b""
@@ -91,14 +93,18 @@ class Sandbox:
         assert self.weights is not None
         count = 0 if self.ipc else len(self.storages)
         ticket, fds = self.weights.ticket()
-        message = {"op": "weights", "spots": self.layout.spots, "known": count}
+        message = {
+            "op": "weights",
+            "spots": self.layout.spots,
+            "known": count,
+            "device": str(self.device),
+        }
         told = process.ask(message, ticket, fds, seconds=self.limits.load_s)
         if "error" in told:
             raise CandidateError(told["error"])
         if not self.ipc:
             return
-        for storage in self.storages.values():
-            ticket, _ = card_ticket(storage)
+        for ticket in self.tickets():
             told = process.ask({"op": "card"}, ticket, seconds=self.limits.load_s)
             if "error" in told:
                 process.end("cannot map the card's memory")
@@ -121,14 +127,31 @@ class Sandbox:
         self.layout.write(self.weights.bytes)
         self.weights.seal()
 
+    def tickets(self) -> list[bytes]:
+        """What workers open the card's weights by. Each storage is shared once: PyTorch counts."""
+        if not self.shared:
+            self.shared = [card_ticket(storage) for storage in self.storages.values()]
+        return self.shared
+
+    def take(self, size: int) -> Block:
+        """Memory for one worker. On a card it is used again, cleared: what was once shared through
+        CUDA IPC is never given back."""
+        for block in sorted(self.pool, key=lambda b: b.size):
+            if block.size >= size:
+                self.pool.remove(block)
+                block.bytes.zero_()
+                return block
+        return Block(size, self.device, ipc=self.ipc)
+
+    def give_back(self, block: Block) -> None:
+        """Of a worker that has ended."""
+        if block.fd is None:
+            self.pool.append(block)
+        else:
+            block.close()
+
     def checksums(self) -> list[tuple[int, int]]:
         return [checksum(storage) for storage in self.storages.values()]
-
-
-def card_ticket(storage: Tensor) -> tuple[bytes, list[int]]:
-    block = Block.__new__(Block)
-    block.bytes, block.fd = storage, None
-    return block.ticket()
 
 
 class NoIpc(Exception):

@@ -36,7 +36,7 @@ def serve(sock: socket.socket, preload: list[str]) -> None:
     for model in preload:
         models.load(model)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for supervisors
-    wire.send(sock, {"ready": True})
+    wire.send(sock, {"ready": True, "card": _holds_card()})
     while True:
         try:
             message, _, fds = wire.receive(sock, fds=2)
@@ -54,6 +54,15 @@ def serve(sock: socket.socket, preload: list[str]) -> None:
         wire.send(sock, {"pid": pid})
 
 
+def _holds_card() -> bool:
+    """Whether this process has a card open: its children could not use CUDA then."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia"):
+                return True
+    return False
+
+
 def supervise(order: dict[str, Any], worker_fd: int, control_fd: int) -> None:
     """Isolate, start the worker, watch it; returns when it and all its children have ended."""
     os.setsid()
@@ -69,8 +78,6 @@ def supervise(order: dict[str, Any], worker_fd: int, control_fd: int) -> None:
         os._exit(0)
     confine.die_with_parent()
     spaced = "mount namespace" in names
-    if spaced:
-        confine.private_mounts()
     found += confine.mount(order["folder"], limits, spaced)
     control = socket.socket(fileno=control_fd)
     confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)

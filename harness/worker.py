@@ -81,11 +81,14 @@ class Worker:
         self.step: Step | None = None
         self.node = ""
 
-    def do_weights(self, blob: bytes, fds: list[int], *, spots: list[Any], known: int) -> Any:
-        """Map the judge's weights, read-only: `known` storages and what else the model holds."""
+    def do_weights(
+        self, blob: bytes, fds: list[int], *, spots: list[Any], known: int, device: str
+    ) -> Any:
+        """Map the judge's weights, read-only: `known` storages and what else the model holds. On
+        another `device` the weights are copies."""
         view = View(blob, fds, writable=False)
         self.held = [view.tensor(spot) for spot in spots]
-        self.known = self.held[:known]
+        self.known = [tensor.to(device) for tensor in self.held[:known]]
         return {}
 
     def do_card(self, blob: bytes, fds: list[int]) -> Any:
