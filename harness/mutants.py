@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from harness.cases import REFUSALS, Case, activations
 from harness.examine import NAMED
-from harness.mutate import Call, Key, Wrong, trace
+from harness.mutate import Call, Key, Wrong, forget, trace
 from harness.mutations import SLIPS, in_bf16
 from harness.operators import LOW
 from harness.precision import PRECISION, REORDERED
@@ -58,6 +58,7 @@ def derive_mutants(cases: RegionCases) -> list[Mutant]:
         made += [*_of_attributes(node)]
         made = [pair for pair in made if pair[0] in found or _computes(pair[1], node, case, fixed)]
         made += OUTPUTS
+        forget(calls)
         for key, mutant in made:
             if mutant.kind != REORDERED or words == {"exact"}:
                 found.setdefault(key, mutant)

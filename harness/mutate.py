@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import operators, substitutes
+from harness.engine import plain_bias
 from harness.naming import Site, module_names, site
 from harness.operators import LOW
 from harness.trees import leaves, map_tensors
@@ -120,9 +121,16 @@ class Tracer(_Watching):
 def trace(node: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
     """The operators of one call, which may write to its arguments."""
     tracer = Tracer(node)
-    with torch.no_grad(), tracer:
+    with torch.no_grad(), plain_bias(), tracer:
         node(*args, **kwargs)
     return tracer.calls
+
+
+def forget(calls: list[Call]) -> None:
+    """Let the tensors of a trace go at once: its operators refer to each other."""
+    for call in calls:
+        call.makers.clear()
+        call.users.clear()
 
 
 class Altered(_Watching):
@@ -293,7 +301,8 @@ class Wrong:
 
 
 def run_altered(wrong: Wrong, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with Altered(wrong.node, wrong.alter, wrong.unrounded, late=wrong.late) as run:
+    run = Altered(wrong.node, wrong.alter, wrong.unrounded, late=wrong.late)
+    with plain_bias(), run:
         run.external = {storage(t) for _, t in leaves((args, kwargs))}
         result = wrong.node(*args, **kwargs)
     wrong.times += run.times

@@ -172,13 +172,12 @@ def halves(call: Call) -> Found:
                 lambda run, func, args, kwargs: list(func(*args, **kwargs))[::-1],
             )
         dim = given[2] if len(given) > 2 else 0
+        count = len(parts)  # the parts themselves must not outlive the trace
         if called == "split" and alike and dim in (-1, given[0].ndim - 1):
             yield (
                 "parts interleaved",
-                f"every {len(parts)}th element for a part",
-                lambda run, func, args, kwargs: [
-                    args[0][..., i :: len(parts)] for i in range(len(parts))
-                ],
+                f"every {count}th element for a part",
+                lambda run, func, args, kwargs: [args[0][..., i::count] for i in range(count)],
             )
     if called == "cat" and len({t.shape for t in given[0]}) == 1 < len(given[0]):
         dim = given[1] if len(given) > 1 else 0
@@ -195,8 +194,8 @@ def halves(call: Call) -> Found:
             )
     if called == "slice" and float_result(call):
         source, dim = given[0], given[1] if len(given) > 1 else 0
-        count = whole.shape[dim]
-        if dim in (-1, source.ndim - 1) and 0 < count <= source.shape[dim] // 2:
+        size = whole.shape[dim]
+        if dim in (-1, source.ndim - 1) and 0 < size <= source.shape[dim] // 2:
 
             def other(run: Altered, func: Any, args: Any, kwargs: Any) -> Any:
                 length, size = args[0].shape[args[1]], func(*args, **kwargs).shape[args[1]]

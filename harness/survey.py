@@ -1,6 +1,7 @@
 """The judge judged: are all mutants of a region killed, and all honest changes accepted?"""
 
 import copy
+import itertools
 import random
 import time
 from collections import Counter
@@ -188,25 +189,26 @@ def honest_changes(workload: Workload, regions: list[str]) -> list[tuple[Change,
 def judge_honest(
     workload: Workload, changes: list[tuple[Change, str]], seeds: Iterator[int], count: int
 ) -> Iterator[Honest]:
-    """`count` verdicts on changes that are right, each with a seed of its own."""
-    trees: dict[int, nn.Module] = {}
-    for number in range(count):
-        place = number % len(changes)
-        change, backend = changes[place]
-        if place not in trees:  # what was compiled for one seed serves the next
-            trees[place] = share(workload.model)
-            apply_change(trees[place], change, backend)
-        seed = next(seeds)
-        verdict = judge_region(workload.model, trees[place], change, backend, workload, seed)
-        yield Honest(
-            region=change.region,
-            name=change.name,
-            backend=backend,
-            seed=seed,
-            accepted=verdict.passed,
-            reason=verdict.reason,
-            cases=verdict.cases,
-        )
+    """`count` verdicts on changes that are right, each with a seed of its own; what was compiled
+    for one serves the next of the same change."""
+    each, more = divmod(count, len(changes)) if changes else (0, 0)
+    for place, (change, backend) in enumerate(changes):
+        runs = each + (place < more)
+        if not runs:
+            continue
+        tree = share(workload.model)
+        apply_change(tree, change, backend)
+        for seed in itertools.islice(seeds, runs):
+            verdict = judge_region(workload.model, tree, change, backend, workload, seed)
+            yield Honest(
+                region=change.region,
+                name=change.name,
+                backend=backend,
+                seed=seed,
+                accepted=verdict.passed,
+                reason=verdict.reason,
+                cases=verdict.cases,
+            )
 
 
 def regions_of(workload: Workload, wanted: list[str] | None) -> list[str]:
