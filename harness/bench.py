@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.audit import Auditor
 from harness.ceilings import floor_us
-from harness.clock import Clock, both_clocks, disagreement, empty_us, quiet, slope_us
+from harness.clock import Clock, both_clocks, empty_us, quiet
 from harness.errors import SelfTestError
 from harness.records import Ceilings, Paired, Timing
 from harness.stats import abba_differences, detectable, median, median_interval, null_effect
@@ -26,11 +26,9 @@ __all__ = [
     "both_clocks",
     "compare",
     "default_mode",
-    "disagreement",
     "empty_us",
     "floor_us",
     "require_possible",
-    "slope_us",
     "smallest_effect",
     "time_call",
     "time_step",

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
-from harness.records import Clocks, Timing
-from harness.stats import median, median_interval, null_effect
+from harness.records import Clocks
+from harness.stats import median, null_effect
 from harness.step import Step
 
 EVENT_RESOLUTION_US = 0.5  # of CUDA's event timer, as its documentation of elapsed time says
@@ -113,27 +113,13 @@ def quiet() -> Iterator[None]:
             gc.enable()
 
 
-def slope_us(step: Step, *, budget_s: float = 1.0) -> Timing:
-    """The time of one run of `step`, from outside: wall time of 2 N runs less that of N, over N.
-
-    What a run costs only once (waiting, starting the first) cancels; nothing that a candidate could
-    patch inside the stream, such as its events, is used.
-    """
-
-    with quiet():
-        once = median([_wall_us(step, 1) for _ in range(WARM_RUNS)])
-        count = max(1, int(budget_s * 1e6 / (3 * SLOPES * once)))
-        slopes = [_slope_us(step, count) for _ in range(SLOPES)]
-    return Timing(
-        median_us=median(slopes), interval_us=median_interval(slopes), samples=3 * SLOPES * count
-    )
-
-
 def both_clocks(step: Step, *, gap_us: float, budget_s: float = 0.4) -> Clocks:
-    """Time `step` from inside and from outside in turns, so that drift hits both.
+    """Time `step` from inside and from outside: each by what 2 N runs take more than N.
 
-    The two contradict each other if all repetitions say so, by more than `gap_us` (see
-    `disagreement`) and than their scatter explains, `CONFIRMED` times in a row.
+    What a run costs only once (waiting, starting the first) cancels, and nothing that a candidate
+    could patch inside the stream is used outside. A replay may start up to `gap_us` (`empty_us`)
+    later when it is timed alone than in a row. The two contradict each other if all repetitions
+    say so, by more than that and than their scatter explains, `CONFIRMED` times in a row.
     """
     found = _clocks(step, gap_us, budget_s)
     for _ in range(CONFIRMED - 1):
@@ -197,26 +183,6 @@ def _wall_us(step: Step, count: int) -> float:
         step()
     _wait(step.device)
     return (time.monotonic_ns() - start) / 1e3
-
-
-def _slope_us(step: Step, count: int) -> float:
-    return (_wall_us(step, 2 * count) - _wall_us(step, count)) / count
-
-
-def disagreement(inside: Timing, outside: Timing, *, gap_us: float) -> str | None:
-    """Why the time from inside (events) and the slope from outside cannot both be true, or None.
-
-    They agree if their intervals overlap, where each replay may start up to `gap_us` (what timing
-    the smallest possible kernel shows, `empty_us`) later when it is timed alone than in a row.
-    """
-    low, high = inside.interval_us[0] - gap_us, inside.interval_us[1]
-    if outside.interval_us[0] <= high and outside.interval_us[1] >= low:
-        return None
-    return (
-        f"timed inside {inside.median_us:.1f} us [{inside.interval_us[0]:.1f}, {high:.1f}], "
-        f"from outside {outside.median_us:.1f} us "
-        f"[{outside.interval_us[0]:.1f}, {outside.interval_us[1]:.1f}]"
-    )
 
 
 def empty_us(device: torch.device, *, samples: int = 50) -> float:

@@ -208,13 +208,15 @@ def tensor_core_product(a: Tensor, b: Tensor) -> Tensor:
     BF16 values only, or the other is no sum of BF16 terms. CUDA only.
     """
     multiply = torch.mm if a.ndim == 2 else torch.bmm
-    total = torch.zeros((), dtype=a.dtype, device=a.device)
-    if is_bf16(b) and (terms := bf16_terms(a)) is not None:
+    for narrow, wide in ((b, a), (a, b)):
+        fits = narrow.numel() and wide.numel() and is_bf16(narrow)
+        terms = bf16_terms(wide) if fits else None
+        if terms is None:
+            continue
+        short = narrow.bfloat16()
+        total = torch.zeros((), dtype=a.dtype, device=a.device)
         for term in terms:
-            total = total + multiply(term, b.bfloat16(), out_dtype=torch.float32)
-        return total
-    if is_bf16(a) and (terms := bf16_terms(b)) is not None:
-        for term in terms:
-            total = total + multiply(a.bfloat16(), term, out_dtype=torch.float32)
+            pair = (term, short) if wide is a else (short, term)
+            total = total + multiply(*pair, out_dtype=torch.float32)
         return total
     return a @ b
