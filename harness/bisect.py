@@ -2,7 +2,8 @@
 
 The kept changes are applied in order. If the whole stack fails the layer-by-layer gate, halving
 finds the shortest stack that fails; its last change is judged on its own region, where the
-reference is replayed with each interior rounding elided, and with sets of them.
+reference is replayed with each interior rounding elided, and with sets of them. A region's verdict
+looks at some of its nodes; where it passes, all of them are looked at.
 """
 
 from collections.abc import Callable
@@ -10,15 +11,24 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from harness import verdicts
+from harness.cases import record, storages
 from harness.errors import UserError
+from harness.examine import Examination
+from harness.explain import Sample
 from harness.judge import judge_model, judge_region
 from harness.ledger import Ledger
+from harness.operators import is_real
 from harness.records import Attempt, PointReport, Record, Status, Verdict
-from harness.workload import Workload
-from optimized.change import share
+from harness.routes import Deviations
+from harness.steps import steps
+from harness.workload import Workload, free_bytes
+from optimized.change import Change, nodes, reached, share
 from optimized.plan import Enabled, apply_enabled
 
 Judge = Callable[[int], Verdict]  # of the first so many changes
+SAMPLES = 3  # calls that differ, kept to explain the difference
+CASE_SHARE = 64  # one call's arguments may take 1/64 of the free memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +50,7 @@ class Bisection(Record):
     change: str
     backend: str
     model_verdict: Verdict  # of the stack up to it
-    region_verdict: Verdict  # of the change alone
+    region_verdict: Verdict  # of the change alone, on every node if not on those drawn
     points: tuple[PointReport, ...]  # that it does not treat as its contract says
     judged: tuple[int, ...]  # the lengths of the stacks that were judged, in that order
 
@@ -93,6 +103,9 @@ def bisect(
     alone = stacked(workload, (enabled,))
     change = enabled.change()
     region = judge_region(workload.model, alone, change, enabled.backend, workload, seed)
+    if region.passed:
+        say("it passes on the nodes that were drawn; now every node")
+        region = judge_every_node(alone, change, workload, seed)
     return Bisection(
         index=count,
         change=change.name,
@@ -133,6 +146,38 @@ def stacked(workload: Workload, changes: tuple[Enabled, ...]) -> nn.Module:
         except ValueError as error:
             raise UserError(str(error)) from error
     return model
+
+
+def judge_every_node(
+    candidate: nn.Module, change: Change, workload: Workload, seed: int
+) -> Verdict:
+    """Judge all nodes of the change's region as the reference calls them in small steps, one step
+    at a time, without derived cases."""
+    reference = workload.model
+    exam = Examination(change.contract, storages(reference, candidate), seed)
+    exam.golden = False
+    names = reached(candidate, nodes(reference, change.region))
+    deviations = {name: Deviations() for name in names}
+    samples: list[Sample] = []
+    limit = free_bytes(workload.device) // CASE_SHARE
+    for step in steps(workload, seed, sizes=False):
+        cases, notes = record(reference, names, [step], limit)
+        exam.notes += notes
+        for case in cases:
+            ours, mine = (m.get_submodule(case.node) for m in (reference, candidate))
+            prepared = exam.prepare(ours, case)
+            exam.measure_noise(ours, prepared, 1, deviations[case.node])
+            seen = exam.judge(ours, mine, prepared, deviations[case.node])
+            if seen is None:
+                return verdicts.verdict(exam, "region", samples)
+            exam.weigh_points(ours, prepared, seen)
+            differs = any(
+                is_real(t.dtype) and bool((seen.results[name] != t).any())
+                for name, t in prepared.contract.outputs.items()
+            )
+            if differs and len(samples) < SAMPLES:
+                samples.append(Sample(ours, prepared, seen))
+    return verdicts.verdict(exam, "region", samples)
 
 
 def _departs(point: PointReport) -> bool:

@@ -1,15 +1,21 @@
 """`python -m harness bisect`: a wrong change between honest ones is named, with its point."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from harness.__main__ import main
-from harness.bisect import first_failing
+from harness.bisect import first_failing, judge_every_node
 from harness.errors import UserError
 from harness.ledger import Ledger
 from harness.records import SCHEMA, Attempt, Latency, Paired, Status, Verdict
+from optimized.change import apply_change, share
+from tests.harness.judged import change, toy
 
 TOY = str(Path(__file__).with_name("toy_model.py"))
 
@@ -115,6 +121,29 @@ def test_a_run_that_kept_nothing_and_no_run_are_one_line(tmp_path):
         with pytest.raises(UserError, match=message) as caught:
             main(["bisect", words])
         assert "\n" not in str(caught.value)
+
+
+def test_a_rounding_left_out_in_one_node_alone_is_found_among_all():
+    def build(node: Any) -> Callable[..., Any]:
+        def forward(x: Tensor, residual: Tensor):
+            residual = residual + x
+            wide = residual.float()
+            wide = wide - wide.mean(-1, keepdim=True)
+            scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+            if node is not wrong:
+                scaled = scaled.to(x.dtype)
+            return residual, (scaled * node.weight).to(x.dtype) + node.bias
+
+        return forward
+
+    candidate = share(toy().model)
+    wrong = candidate.get_submodule("blocks.1.first")
+    made = change("add_norm", build)
+    apply_change(candidate, made, "torch")
+    verdict = judge_every_node(candidate, made, toy(), 0)
+    assert verdict.reason is not None
+    assert verdict.reason.startswith("rounds once where the reference rounds at `scaled.to(x.d")
+    assert verdict.cases == 4 * 5  # nodes, steps
 
 
 @pytest.mark.parametrize(("count", "first"), [(1, 1), (2, 1), (7, 5), (8, 8), (9, 1)])
