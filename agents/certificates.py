@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from agents.history import History
 from harness.certificate import NAME, Certificate, folder_of
@@ -44,19 +45,44 @@ def certify(
 
 def restore(
     ledger: Ledger, workload: Workload, timed: dict[str, str], layers_per_kind: int | None
-) -> None:
+) -> str | None:
     """Write what is missing of the certificates: the files from the ledger, where the same bytes
-    come out, and for the last kept change, if the run was killed before, the certificate too."""
+    come out, and the last one itself, if the run was killed before it was made.
+
+    That one is made only from the files that the change was judged with; returns why another kept
+    change has none, or None.
+    """
     kept = History(ledger).kept
     certificates = ledger.all(EVENT, Certificate)
     for attempt, made in zip(kept, certificates, strict=False):
         folder = folder_of(ledger.directory, attempt.index, attempt.name)
         if not (folder / NAME).exists():
             made.save(folder)
-    for count in range(len(certificates) + 1, len(kept) + 1):
-        source = kept[count - 1].generated_source
-        text = None if source is None else (ledger.directory / source).read_text()
-        _certify(ledger, workload, timed, layers_per_kind, kept[:count], text)
+    missing = kept[len(certificates) :]
+    if not missing:
+        return None
+    there, here = _environment_of(ledger, missing[-1]), _environment_of(ledger, None)
+    if len(missing) > 1 or there.git_commit != here.git_commit:
+        names = ", ".join(attempt.name for attempt in missing)
+        return f"not certified, since other files may have judged it: {names}"
+    source = missing[0].generated_source
+    text = None if source is None else (ledger.directory / source).read_text()
+    _certify(ledger, workload, timed, layers_per_kind, kept, text)
+    return None
+
+
+def _environment_of(ledger: Ledger, attempt: Attempt | None) -> Environment:
+    """In which `attempt` was made; None: the latest."""
+    found: dict[str, Any] = {}
+    for event in ledger.events():
+        if event.kind in ("environment", "resumed"):
+            found = event.data
+        if attempt is not None and (event.kind, event.data.get("index")) == (
+            "attempt",
+            attempt.index,
+        ):
+            break
+    return Environment.from_json(found)
 
 
 def _certify(
@@ -76,9 +102,7 @@ def _certify(
         region_verdict=attempt.region_verdict,
         model_verdict=attempt.model_verdict,
         latency=attempt.latency,
-        environment=Environment.from_json(
-            ledger.last("resumed") or ledger.last("environment") or {}
-        ),
+        environment=_environment_of(ledger, attempt),
         timed=timed,
         layers_per_kind=layers_per_kind,
         generated=generated,

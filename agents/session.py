@@ -77,8 +77,9 @@ class Session:
         if self.ledger.last("opportunities") is None:
             self.profile("before")
         if self.resumed:
-            names = self.timed_targets
-            certificates.restore(self.ledger, self.workload, names, self.layers_per_kind)
+            given = self.workload, self.timed_targets, self.layers_per_kind
+            if (without := certificates.restore(self.ledger, *given)) is not None:
+                self.progress.done(without)
 
     def identify(self) -> None:
         here = environment(self.workload.device)

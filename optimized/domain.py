@@ -13,7 +13,7 @@ from typing import Any, Self
 
 ALIGNMENT = 16  # bytes: what the widest load needs, and what Triton compiles another kernel for
 CONTIGUOUS = "contiguous"
-TENSOR, NONE, INTEGER, VALUE = "tensor", "none", "integer", "value"
+KINDS = TENSOR, NONE, INTEGER, VALUE = "tensor", "none", "integer", "value"
 
 Range = tuple[int, int]
 
@@ -141,11 +141,10 @@ class CallDomain:
 
     def outside(self, facts: Facts) -> list[str]:
         """Every reason why the call is outside."""
-        if missing := [
-            p for p in (*self.arguments, *facts) if (p in facts) + (p in self.arguments) < 2
-        ]:
-            return [f"{missing[0]} is {'absent' if missing[0] in self.arguments else 'given'}, "
-                    "tested the other way"] * len(missing)  # fmt: skip
+        missing = [f"{p} is absent, tested with it" for p in self.arguments if p not in facts]
+        missing += [f"{p} is given, tested without it" for p in facts if p not in self.arguments]
+        if missing:
+            return missing
         reasons = ((path, a.outside(facts[path])) for path, a in self.arguments.items())
         return [f"{path} {reason}" for path, reason in reasons if reason is not None]
 
@@ -269,6 +268,8 @@ def _set_fields(argument: ArgumentDomain) -> dict[str, Any]:
 
 def _argument(given: dict[str, Any]) -> ArgumentDomain:
     known = dict(given)
+    if known.get("kind") not in KINDS:
+        raise ValueError(f"an argument's kind is {known.get('kind')!r}, not one of {KINDS}")
     if "sizes" in known:
         known["sizes"] = tuple((int(low), int(high)) for low, high in known["sizes"])
     if "layouts" in known:

@@ -106,7 +106,7 @@ def test_they_are_rebuilt_from_the_ledger_bit_by_bit(run):
     before = files(ledger)
     for name in before:
         (ledger.directory / "prs" / name / "certificate.json").unlink()
-    restore(ledger, workload, TIMED, None)
+    assert restore(ledger, workload, TIMED, None) is None
     assert files(ledger) == before
     assert len(ledger.all(EVENT, Certificate)) == 2
 
@@ -117,9 +117,25 @@ def test_one_that_a_kill_prevented_is_made_when_the_run_goes_on(run, tmp_path):
     events = list(ledger.events())
     for event in events[:-1]:  # the last is the second certificate
         cut.append(event.kind, event.data)
-    restore(cut, workload, TIMED, None)
+    here = environment(workload.device)
+    cut.append("resumed", dataclasses.replace(here, temperature_c=50))
+    assert restore(cut, workload, TIMED, None) is None
     assert files(cut) == files(ledger)
-    assert [e.kind for e in cut.events()] == [e.kind for e in events]
+    assert [e.kind for e in cut.events()][-2:] == ["resumed", EVENT]
+
+
+def test_what_other_files_judged_is_not_certified(run, tmp_path):
+    ledger, workload = run
+    cut = Ledger.create(tmp_path / "run")
+    for event in list(ledger.events())[:-1]:
+        cut.append(event.kind, event.data)
+    later = dataclasses.replace(environment(workload.device), git_commit="another")
+    cut.append("resumed", later)
+    assert restore(cut, workload, TIMED, None) == (
+        "not certified, since other files may have judged it: "
+        + ledger.all("attempt", Attempt)[1].name
+    )
+    assert list(files(cut)) == ["03-change-3"]
 
 
 def test_what_a_plan_enables_has_the_domain(run):

@@ -229,6 +229,65 @@ def test_nodes_that_differ_in_nothing_fixed_have_one_domain():
     assert only.arguments["x"].sizes == ((2, 2), (1, 7), (8, 8))
 
 
+calls = st.builds(
+    lambda tokens, padded, offset, factor, bare: call(
+        tokens,
+        x=tensor(2, tokens, WIDTH, padded=padded),
+        scale=tensor(WIDTH, offset=offset),
+        factor=factor,
+        **({"mask": None} if bare else {}),
+    ),
+    st.integers(0, 40),
+    st.sampled_from([0, 8]),
+    st.sampled_from([0, 1, 8]),
+    st.sampled_from([1.0, 2.0, 3]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(calls, min_size=1, max_size=6), calls)
+def test_a_domain_holds_its_calls_and_a_range_between_them(inside, other):
+    within = domain(*inside)
+    for args in inside:
+        assert within.outside(facts_of(NAMES, args)) is None
+    alike = [
+        args[0].shape[1]
+        for args in inside
+        if type(args[3]) is type(other[3])
+        and args[3] == other[3]
+        and (args[2] is None) == (other[2] is None)
+    ]
+    tokens = other[0].shape[1]
+    admitted = within.outside(facts_of(NAMES, other)) is None
+    if not alike or not min(alike) <= tokens <= max(alike):
+        assert not admitted
+
+
+@pytest.mark.gpu
+def test_a_guarded_call_can_be_captured_and_replays_the_kernel():
+    """Host code runs at capture only, and nothing in the guard breaks one."""
+    called = []
+
+    def kernel(*args):
+        called.append(args)
+        return Scaled()(*args) + EXTRA
+
+    node = Scaled().cuda()
+    args = tuple(a.cuda() if isinstance(a, Tensor) else a for a in call(4, mask=None))
+    guarded = limited(kernel, node, domain(args), "captured")
+    for _ in range(2):  # the slow way, then the quick one
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            out = guarded(*args)
+        for value in (1.0, 5.0):
+            args[0].fill_(value)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(out, torch.full_like(out, 2 * value + EXTRA))
+    assert len(called) == 2
+
+
 def test_nested_arguments_are_looked_into():
     class Nested(nn.Module):
         def forward(self, x, cache, *weights):
@@ -247,6 +306,10 @@ def test_nested_arguments_are_looked_into():
     assert guarded(*args) is args[0]
     assert guarded.guard.outside(args) == "cache.extent is 6, tested 5"
     assert guarded(*args[:3]) is args[0]
+    assert guarded.guard.outside(args[:3]) == "weights[1] is absent, tested with it"
+    cache.extent = 5
+    more = (*args, tensor(6))
+    assert guarded.guard.outside(more) == "weights[2] is given, tested without it"
 
 
 @settings(max_examples=100, deadline=None)
@@ -289,10 +352,18 @@ def test_a_plan_applies_its_domain(caplog):
     assert "x has 2 in dimension 1, tested 24" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "data", [{"x": 1}, [[]], [{"x": {"kind": "tensor", "nope": 1}}], [{"x": {}}], 3,
-             [{"x": {"kind": "tensor", "sizes": [[1]]}}]]
-)  # fmt: skip
+NO_DOMAINS = (
+    3,
+    {"x": 1},
+    [[]],
+    [{"x": {}}],
+    [{"x": {"kind": "no"}}],
+    [{"x": {"kind": "tensor", "nope": 1}}],
+    [{"x": {"kind": "tensor", "sizes": [[1]]}}],
+)
+
+
+@pytest.mark.parametrize("data", NO_DOMAINS, ids=str)
 def test_what_is_no_domain_is_refused(data):
     with pytest.raises(ValueError, match="not a domain"):
         Domain.from_json(data)
