@@ -144,9 +144,10 @@ class Measure:
             return drawn(self.workload, self.targets[kind], seed)
 
         def unchanged_passes() -> bool:
-            return audit(base[kind], base[kind].model, fresh, name=kind).reason is None
+            step, trusted = base[kind], self.workload.model
+            return audit(step, step.model, fresh, name=kind, trusted=trusted).reason is None
 
-        step, trusted = candidate[kind], base[kind].model if when == AFTER else None
+        step, trusted = candidate[kind], self.workload.model
         return Auditor(
             step, step.model, fresh, kind, when, trusted=trusted, control=unchanged_passes
         )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.conflicts import Conflicts
 from harness.left import Digests, Result, distinct, holding, where
 from harness.operators import is_real
 from harness.records import AuditedCall
@@ -41,9 +42,10 @@ Fresh = Callable[[int], HasArgs | tuple[Any, ...]]
 class Auditor:
     """One audit of `step`, whose module is `model`. `call` runs the step, `check` the module.
 
-    `fresh(seed)` makes inputs of the step's shapes, the same ones for the same seed. `trusted`, a
-    model that may be slower but is known to be right, is run too, if given, to see which rows of
-    the arguments are to be written: the module could leave out what the step leaves out. `control`
+    `fresh(seed)` makes inputs of the step's shapes, the same ones for the same seed. `trusted`, the
+    reference, is run too, if given, after timing and where something differs, to see which rows of
+    the arguments are to be written (the module could leave out what the step leaves out), and where
+    their content is not specified. `control`
     says whether the unchanged model's own step passes: asked only where a graph gives other bits
     than its module does eagerly, and a second graph gives the same.
     """
@@ -59,6 +61,7 @@ class Auditor:
     digests: Digests = field(default_factory=Digests)
     time_us: float | None = None  # of the call, where it was made as the timed ones are
     remembers: str | None = None  # why its time holds for inputs that it knows only
+    _loose: dict[str, Tensor] = field(default_factory=dict)
     _start: dict[str, Tensor] = field(default_factory=dict)
     _last: dict[str, Tensor] = field(default_factory=dict)
     _seen: Result | None = None
@@ -90,9 +93,12 @@ class Auditor:
         if self._seen is None:
             raise ValueError("check() comes after call()")
         expected = self._eager(self.model)
+        places = None
+        if self.trusted is not None and (self.when == AFTER or not self._seen.same(expected)):
+            places = self._trusted(expected)
         broken = self._broken(expected)
-        if broken is None and self.trusted is not None:
-            broken = self._misplaced(self._eager(self.trusted))
+        if broken is None and places is not None:
+            broken = self._misplaced(places)
         broken = broken or self.remembers
         reason, compared_with = broken, EAGER
         if broken is None and not self._seen.same(expected):
@@ -114,6 +120,20 @@ class Auditor:
         with torch.no_grad():
             output = model(*args)
         self._wait()
+        return Result(self._copies(output), self._rows(tensors))
+
+    def _trusted(self, expected: Result) -> Result:
+        """What the trusted model leaves; from now on, rows that it stores to more than once (see
+        `harness.conflicts`) count nowhere."""
+        assert self.trusted is not None and self._seen is not None
+        args = arguments(self.fresh(self.seed))
+        tensors = self._named(args)
+        with torch.no_grad(), Conflicts(tensors) as conflicts:
+            output = self.trusted(*args)
+        self._wait()
+        self._loose = conflicts.rows
+        for rows in (self._start, self._seen.rows, expected.rows):
+            rows.update({name: self._kept(name, digest) for name, digest in rows.items()})
         return Result(self._copies(output), self._rows(tensors))
 
     def _broken(self, expected: Result) -> str | None:
@@ -196,6 +216,7 @@ class Auditor:
         written once more before it counts."""
         with Step(self.model, arguments(self.fresh(self.seed)), "graph") as again:
             other = Auditor(again, self.model, self.fresh, seed=self.seed, digests=self.digests)
+            other._loose = self._loose
             other.call()
             assert other._seen is not None
             return other._seen
@@ -207,7 +228,11 @@ class Auditor:
         return {name: t.clone() for name, t in named_results(self.model, output).items()}
 
     def _rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self.digests(tensor) for name, tensor in tensors.items()}
+        return {name: self._kept(name, self.digests(t)) for name, t in tensors.items()}
+
+    def _kept(self, name: str, digest: Tensor) -> Tensor:
+        loose = self._loose.get(name)
+        return digest if loose is None else digest.masked_fill(loose.view_as(digest), 0)
 
     def _poison(self, output: Any) -> None:
         """Fill what the last call returned, unless that is an argument's or a weight's memory."""

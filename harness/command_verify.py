@@ -170,10 +170,10 @@ def timed(workload: Workload, candidate: nn.Module) -> tuple[Latency, Audit]:
 
         mode = default_mode(workload.device) if target.kind == "decode" else "eager"
         with Step(workload.model, inputs, mode) as base, Step(candidate, inputs, mode) as changed:
-            auditor = Auditor(changed, candidate, fresh, target.kind, AMONG)
+            trusted = workload.model
+            auditor = Auditor(changed, candidate, fresh, target.kind, AMONG, trusted=trusted)
             pair = compare(base, changed, smallest_effect(base), auditor=auditor)
             calls.append(auditor.check())
-            trusted = workload.model
             calls.append(audit(changed, candidate, fresh, name=target.kind, trusted=trusted))
             if target.kind == "decode":
                 clocks.append(both_clocks(changed, gap_us=empty_us(workload.device)))

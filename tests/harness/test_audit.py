@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from harness.audit import AFTER, AMONG, EAGER, RECAPTURED, SPREAD, Auditor, audit, drawn
 from harness.bench import compare
+from harness.conflicts import Conflicts
 from harness.records import Audit, AuditedCall
 from harness.step import Step
 from harness.trees import map_tensors
@@ -205,6 +206,67 @@ def test_what_the_module_leaves_out_too_is_seen_beside_a_trusted_one() -> None:
     assert audit(step, model, fresh).reason is None
     found = audit(step, model, fresh, trusted=Model())
     assert found.reason is not None and "cache was not written in 2 row(s)" in found.reason
+
+
+class Evicts(Model):
+    """Stores two rows in one spare slot; `last` of them stays there."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def forward(self, x: Tensor, at: Tensor, cache: Tensor) -> Tensor:
+        result = super().forward(x, at, cache)
+        cache[torch.full((2,), SLOTS - 1)] = torch.stack((x[1 - self.last], x[self.last]))
+        return result
+
+
+class OtherRow(Step):
+    def __call__(self) -> Any:
+        self.model.last = 1
+        super().__call__()
+        self.model.last = 0
+        return self.output
+
+
+def test_rows_that_are_stored_twice_may_hold_either_value() -> None:
+    model = Evicts(0)
+    step = OtherRow(model, fresh(1), "eager")
+    reason = refusal(model, step)
+    assert reason.startswith("cache holds other values in 1 row(s), the first at (15,)")
+    for when in (AMONG, AFTER):
+        auditor = Auditor(step, model, fresh, when=when, trusted=Evicts(0))
+        auditor.call()
+        assert auditor.check().reason is None
+
+    class Wrong(OtherRow):
+        def __call__(self) -> Any:
+            super().__call__()
+            self.args[2][self.args[1][0]] *= 2
+            return self.output
+
+    found = audit(Wrong(model, fresh(1), "eager"), model, fresh, trusted=Evicts(0), seed=7)
+    assert found.reason is not None and "cache holds other values in 1 row(s)" in found.reason
+
+
+@pytest.mark.parametrize("write", ["put", "copy", "scatter", "mask", "once"])
+def test_conflicting_writes_are_seen_through_views(write: str) -> None:
+    store = torch.zeros(2, 6, 3)
+    whole, view = store.view(12, 3), store[1]
+    at = torch.tensor([4, 4, 2])
+    with Conflicts({"whole": whole, "other": torch.zeros(3)}) as found:
+        if write == "put":
+            view[at] = torch.ones(3, 3)
+        elif write == "copy":
+            view.index_copy_(0, at, torch.ones(3, 3))
+        elif write == "scatter":
+            view.scatter_(0, at[:, None].expand(3, 3), torch.ones(3, 3))
+        elif write == "mask":
+            view[torch.arange(6) > 3] = 1.0
+        else:
+            view[at.unique()] = 1.0
+    marked = [] if write in ("mask", "once") else [10]
+    assert [i for r in found.rows.values() for i in r.nonzero().flatten().tolist()] == marked
 
 
 def test_a_module_that_does_not_repeat_itself_is_compared_with_its_own_spread() -> None:
@@ -454,11 +516,17 @@ class TestGpu:
         found = audit(self.step(model), model, self.fresh, control=lambda: True)
         assert found.reason is not None and "captured, it computes otherwise" in found.reason
 
-    def test_whole_model(self) -> None:
+    @pytest.mark.parametrize(
+        ("name", "mode"), [("decode-bs1", "graph"), ("prefill-8x2048", "eager")]
+    )
+    def test_whole_model(self, name: str, mode: Any) -> None:
         from harness.workload import Workload
 
         work = Workload.load("beam", "mini", "cuda")
-        target = work.target("decode-bs1")
-        step = Step(work.model, work.inputs(target), "graph")
-        found = audit(step, work.model, lambda seed: drawn(work, target, seed))
-        assert found.reason is None
+        target = work.target(name)
+        step = Step(work.model, work.inputs(target), mode)
+        for _ in range(8):
+            found = audit(
+                step, work.model, lambda seed: drawn(work, target, seed), trusted=work.model
+            )
+            assert (found.reason, found.compared_with) == (None, EAGER)
