@@ -58,17 +58,19 @@ def drift(
     kinds += [(RESULT, FORCED), (REFERENCE, FORCED)] * forced
     caches = {who: map_tensors(torch.clone, first.cache) for who in (None, *kinds)}
     sums: dict[tuple[str, str, str], _Sums] = {}
-    unforced: str | None = None
+    unforced: str | None = None  # why not
     for number, step in enumerate([first, *later]):
         args = {who: (step.ids, step.positions, cache) for who, cache in caches.items()}
         real = step.positions >= 0
         noise = Plan(noise=Noise(seed=seed * 100_003 + number))
-        with torch.no_grad(), routers(reference, storages(reference)) as found:
-            truth = _Watched(reference, names, real)
-            run = truth.replayed(args[None], NATIVE, None)
-        chosen = found if run.choices else []
-        if forced and not chosen and unforced is None:
-            unforced = "no submodule returns its choices" if run.choices else "it makes no choices"
+        truth, run, chosen = _Watched(reference, names, real), None, []
+        if forced:
+            with routers(reference, storages(reference)) as chosen:
+                run = truth.replayed(args[None], NATIVE, None)
+            if not chosen:
+                unforced = "no submodule returns choices"
+        else:
+            truth.called(args[None])
         for who in kinds:
             if who[1] == FORCED and unforced is not None:
                 continue
@@ -167,10 +169,10 @@ class _Watched:
                 if tensor is None:
                     return
                 value = tensor.value if isinstance(tensor, Carried) else tensor
-                if value.shape[: self.real.ndim] == self.real.shape:
-                    value = value[self.real]  # without padding
+                padded = value.shape[: self.real.ndim] == self.real.shape
+                value = value[self.real] if padded else value.clone()  # without padding
                 if self.truth is None:
-                    self.hidden[name] = value.clone()
+                    self.hidden[name] = value
                 elif name in self.truth.hidden:
                     ours = self.truth.hidden[name].float()
                     apart = (value.float() - ours).square().sum(dtype=torch.float64)

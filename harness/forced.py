@@ -39,7 +39,7 @@ def regular(
     """
     args, kwargs, result = done
     results = named_results(reference, result)
-    if not _alike(results, seen.results):
+    if not results or not _alike(results, seen.results):
         return None
     before = named_arguments(reference, case.args, case.kwargs)
     after = named_arguments(reference, args, kwargs)
@@ -64,7 +64,9 @@ def regular(
             tensors.append((name, seen.results[name], ours, None))
     for name in wrote:
         odd.append(_not_finite(seen.arguments[name], after[name]))
-    flags = torch.stack(odd + [any_ for _, any_ in wrote.values()]).tolist()  # one wait
+    flags = odd + [written for _, written in wrote.values()]
+    device = next(iter(results.values())).device
+    flags = torch.stack([flag.to(device) for flag in flags]).tolist()  # one wait
     if any(flags[: len(odd)]):
         return None
     for (name, (mask, _)), written in zip(wrote.items(), flags[len(odd) :], strict=True):

@@ -93,16 +93,19 @@ def judge_model(
         )
     made = None
     if drifts and exam.faults.reason is None:
-        made = drift(
-            reference,
-            candidate,
-            names=layer_names(reference),
-            inputs=steps(workload, seed, sizes=False, decodes=DRIFT_DECODES),
-            decodes=DRIFT_DECODES if full else 0,
-            seed=seed,
-            forced=full,
-        )
-        exam.notes += describe(made)
+        try:
+            made = drift(
+                reference,
+                candidate,
+                names=layer_names(reference),
+                inputs=steps(workload, seed, sizes=False, decodes=DRIFT_DECODES),
+                decodes=DRIFT_DECODES if full else 0,
+                seed=seed,
+                forced=full,
+            )
+            exam.notes += describe(made)
+        except torch.OutOfMemoryError:
+            exam.notes.append("the drift was not measured: it does not fit into memory")
     found = routing(list(judge.deviations.values()))
     return verdicts.verdict(exam, "model", [], routing=found, drift=made)
 

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from harness.judge import judge_model
 from harness.layers import DECODES
 from harness.records import Verdict
+from harness.workload import Workload
+from optimized.change import share
 from tests.harness.judged import change, changed, toy
 from tests.harness.test_judge_honest import reordered_add_norm
 
@@ -101,3 +104,15 @@ def test_an_infinite_value_is_named() -> None:
     verdict = full("mix", at_decode(3, lambda out, _: torch.full_like(out, torch.inf)))
     assert verdict.reason is not None
     assert "NaN or infinite" in verdict.reason and "decode 4 after it" in verdict.reason
+
+
+@pytest.mark.gpu
+def test_the_full_gate_on_a_gpu() -> None:
+    workload = Workload.load("beam", "mini", "cuda")
+    verdict = judge_model(workload.model, share(workload.model), workload, 1, full=True)
+    assert verdict.passed, verdict.reason
+    assert verdict.drift is not None and verdict.drift.unforced is None
+    assert len(verdict.drift.rows) == 8
+    errors = {(r.of, r.routes, r.step): r.layers[-1] or 0.0 for r in verdict.drift.rows}
+    for (of, routes, step), error in errors.items():
+        assert of != "result" or error <= errors["reference", routes, step]
