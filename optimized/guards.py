@@ -3,8 +3,8 @@
 Inside the domain the replacement runs, outside it the reference, which is logged once with what was
 outside. A call like one before is let through by one comparison in C++ of all sizes, strides,
 dtypes and devices, and by its tensors' addresses: 0.8 us a call of two tensors, 1.2 of four, 2.5 of
-ten (two shared CPU cores, 2026-11-29, torch 2.13). The first of a kind takes 40 to 140 us. A
-captured CUDA graph ran the guard once, at capture.
+ten, 10 where arguments are nested (two shared CPU cores, 2026-11-29, torch 2.13). The first of a
+kind takes 40 to 200 us. A captured CUDA graph ran the guard once, at capture.
 """
 
 import inspect
@@ -31,6 +31,9 @@ from optimized.domain import (
 log = logging.getLogger(__name__)
 
 KINDS_KEPT = 16  # of admitted calls, per node: sizes that come again
+PLAIN = type(None), bool, int, float, str, nn.Parameter, Tensor
+
+Known = Callable[[tuple[Any, ...]], bool]
 
 
 class Guard:
@@ -39,7 +42,7 @@ class Guard:
     def __init__(self, node: nn.Module, domain: Domain) -> None:
         self.domain = domain
         self.names = argument_names(node)
-        self.known: list[Callable[[tuple[Any, ...]], bool]] = []  # the latest first
+        self.known: list[Known] = []  # the latest first
 
     def outside(self, args: tuple[Any, ...]) -> str | None:
         """Why the call is outside the domain, or None; a call that is inside is remembered."""
@@ -47,7 +50,7 @@ class Guard:
         reason = self.domain.outside(facts)
         if reason is None:
             call = next(c for c in self.domain.calls if not c.outside(facts))
-            known = recognise(args, [call.arguments[path] for path in facts])
+            known = recognise(self.names, args, [call.arguments[path] for path in facts])
             if known is not None:
                 self.known.insert(0, known)
                 del self.known[KINDS_KEPT:]
@@ -55,15 +58,34 @@ class Guard:
 
 
 def recognise(
-    args: tuple[Any, ...], tested: Sequence[ArgumentDomain]
-) -> Callable[[tuple[Any, ...]], bool] | None:
+    names: Sequence[str], args: tuple[Any, ...], tested: Sequence[ArgumentDomain]
+) -> Known | None:
     """A quick test for calls that differ from `args`, which is inside, in nothing that a domain
-    tells apart; None where arguments are nested, which takes the slow way each time.
+    tells apart; None where there is no quick one.
 
-    `tested` is what each argument was tested as.
+    `tested` is what each leaf of the arguments was tested as.
     """
-    plain = (type(None), bool, int, float, str, nn.Parameter, Tensor)
-    if any(type(arg) not in plain for arg in args):
+    if all(type(arg) in PLAIN for arg in args):
+        return _recognise(args, tested)
+    leaves = _all_leaves(names, args)
+    paths = [path for path, _ in leaves]
+    flat = _recognise(tuple(leaf for _, leaf in leaves), tested)
+    if flat is None:
+        return None
+
+    def known(args: tuple[Any, ...]) -> bool:
+        leaves = _all_leaves(names, args)
+        if [path for path, _ in leaves] != paths:
+            return False
+        return flat(tuple([leaf for _, leaf in leaves]))
+
+    return known
+
+
+def _recognise(args: tuple[Any, ...], tested: Sequence[ArgumentDomain]) -> Known | None:
+    """The same for arguments that are all PLAIN; None where they are not, or where equality does
+    not tell a zero's sign."""
+    if any(type(arg) not in PLAIN or (type(arg) is float and arg == 0) for arg in args):
         return None
     count = len(args)
     tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
@@ -82,7 +104,7 @@ def recognise(
         for i, kind, value in others:
             if type(args[i]) is not kind or args[i] != value:
                 return False
-        if not (same(*[args[i] for i in tensors]) if others else same(*args)):
+        if tensors and not (same(*[args[i] for i in tensors]) if others else same(*args)):
             return False
         for i, mask in masks:
             if address(args[i]) & mask:
@@ -131,11 +153,11 @@ def limited(
 
 def facts_of(names: Sequence[str], args: Sequence[Any]) -> dict[str, Fact]:
     """What a call's arguments are, by path; `names` as `argument_names` gives them."""
-    facts: dict[str, Fact] = {}
-    for i, arg in enumerate(args):
-        for path, leaf in _leaves(arg, _name(names, i)):
-            facts[path] = _fact(leaf)
-    return facts
+    return {path: _fact(leaf) for path, leaf in _all_leaves(names, args)}
+
+
+def _all_leaves(names: Sequence[str], args: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [pair for i, arg in enumerate(args) for pair in _leaves(arg, _name(names, i))]
 
 
 def _name(names: Sequence[str], i: int) -> str:

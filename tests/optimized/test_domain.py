@@ -301,7 +301,8 @@ def test_nested_arguments_are_looked_into():
                            "weights[1]"]  # fmt: skip
     within = domain_of([("n", facts)])
     guarded = limited(lambda *args: "kernel", node, within, "nested")
-    assert guarded(*args) == "kernel"
+    assert [guarded(*args) for _ in range(3)] == ["kernel"] * 3
+    assert len(guarded.guard.known) == 1  # two were let through by the quick test
     cache.extent = 6
     assert guarded(*args) is args[0]
     assert guarded.guard.outside(args) == "cache.extent is 6, tested 5"
@@ -377,6 +378,13 @@ def test_a_plan_with_a_broken_domain_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="is not a plan .not a domain") as caught:
         Plan.load(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_zero_s_sign_is_told_apart_however_often():
+    served = Watched(domain(call(2, factor=0.0)))
+    for _ in range(2):
+        assert served(call(2, factor=0.0)) == "kernel"
+        assert served(call(2, factor=-0.0)) == "reference"
 
 
 def test_nothing_tested_admits_nothing():
