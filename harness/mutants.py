@@ -2,44 +2,33 @@
 
 Nothing is written by hand for a model. Each interior rounding point gives one mutant that leaves
 it out and one that moves it; each operator those of `harness.mutations` and `harness.precision`;
-arguments, the constructor's integers and the outputs give some more.
+`harness.misuse` adds those around the operators.
 """
 
-import copy
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.cases import REFUSALS, Case, activations
+from harness.cases import Case
 from harness.examine import NAMED
+from harness.misuse import (
+    OUTPUTS,
+    Build,
+    Keyed,
+    Mutant,
+    computes,
+    of_arguments,
+    of_attributes,
+    of_constructor,
+)
 from harness.mutate import Call, Key, Wrong, forget, trace
 from harness.mutations import SLIPS, in_bf16
-from harness.operators import LOW
 from harness.precision import PRECISION, REORDERED
 from harness.region import RegionCases
-from harness.replay import Point, named_arguments, replay
-from harness.trees import leaves, map_tensors
-
-Build = Callable[[nn.Module], Callable[..., Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mutant:
-    """A wrong variant: `build(node)` returns what is called in the place of the node's forward."""
-
-    kind: str
-    what: str
-    point: str  # the expression that was altered
-    operator: str
-    source: str  # file:line
-    build: Build
-
-    def __str__(self) -> str:
-        return f"{self.kind} at `{self.point}` [{self.operator}] ({self.source}): {self.what}"
+from harness.replay import Point, replay
+from harness.trees import map_tensors
 
 
 def derive_mutants(cases: RegionCases) -> list[Mutant]:
@@ -54,28 +43,14 @@ def derive_mutants(cases: RegionCases) -> list[Mutant]:
         calls = trace(node, args, kwargs)
         own = [c for c in calls if not _in_region(node, c.module)]
         made = [*_of_points(node, case, calls), *_of_operators(own)]
-        made += [*_of_arguments(node, case, fixed), *_of_constructor(node)]
-        made += [*_of_attributes(node)]
-        made = [pair for pair in made if pair[0] in found or _computes(pair[1], node, case, fixed)]
-        made += OUTPUTS
+        sizes = [*of_constructor(node), *of_attributes(node)]
+        made += [*of_arguments(node, case, fixed), *OUTPUTS]
+        made += [(k, m) for k, m in sizes if k in found or computes(m, node, case, fixed)]
         forget(calls)
         for key, mutant in made:
             if mutant.kind != REORDERED or words == {"exact"}:
                 found.setdefault(key, mutant)
     return list(found.values())
-
-
-def _computes(mutant: Mutant, node: nn.Module, case: Case, fixed: set[int]) -> bool:
-    """Whether a mutant with another size still runs: one that raises tests nothing."""
-    if mutant.operator not in ("constructor", "attribute"):
-        return True
-    args, kwargs = case.clones(fixed)
-    try:
-        with torch.no_grad():
-            mutant.build(node)(*args, **kwargs)
-    except REFUSALS:
-        return False
-    return True
 
 
 def _in_region(node: nn.Module, module: str) -> bool:
@@ -84,9 +59,6 @@ def _in_region(node: nn.Module, module: str) -> bool:
     parts = module.split(".") if module else []
     above = (".".join(parts[: n + 1]) for n in range(len(parts)))
     return any(hasattr(type(node.get_submodule(name)), "region") for name in above)
-
-
-Keyed = Iterator[tuple[tuple[Any, ...], Mutant]]
 
 
 def _of_points(node: nn.Module, case: Case, calls: list[Call]) -> Keyed:
@@ -189,149 +161,3 @@ def _of_operators(calls: list[Call]) -> Keyed:
                         ),
                     ),
                 )
-
-
-def _of_arguments(node: nn.Module, case: Case, fixed: set[int]) -> Keyed:
-    """Tables, indices and masks that are off by one along a dimension."""
-    first = replay(node, case.args, NAMED, None, case.kwargs)
-    own = activations(node, case, fixed, set(first.written))
-    for name, tensor in named_arguments(node, case.args, case.kwargs).items():
-        plain = tensor.untyped_storage()._cdata not in fixed and name not in first.written
-        if not plain or id(tensor) in own or not tensor.numel() or tensor.dtype in LOW:
-            continue
-        for dim in range(tensor.ndim):
-            if tensor.shape[dim] == 1:
-                continue
-            if not bool((tensor != tensor.roll(1, dim)).any()):
-                continue
-            mutant = Mutant(
-                kind="argument off by one",
-                what=f"along dimension {dim}",
-                point=name,
-                operator="argument",
-                source=_defined(node),
-                build=_rolled(name, dim),
-            )
-            yield ("argument", name, dim), mutant
-
-
-def _rolled(name: str, dim: int) -> Build:
-    def build(node: nn.Module) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            given = named_arguments(node, args, kwargs)
-            paths = {id(t): path for path, t in given.items()}
-
-            def roll(t: Tensor) -> Tensor:
-                return t.roll(1, dim) if paths.get(id(t)) == name else t
-
-            args, kwargs = map_tensors(roll, (args, kwargs))
-            return node(*args, **kwargs)
-
-        return forward
-
-    return build
-
-
-def _of_constructor(node: nn.Module) -> Keyed:
-    """The node as its class would build it with an integer one larger."""
-    parameters = inspect.signature(type(node).__init__).parameters
-    names = [n for n in parameters if n != "self"]
-    given = {n: getattr(node, n, None) for n in names}
-    if not names or not all(isinstance(v, (int, float, str, bool)) for v in given.values()):
-        return
-    for name, value in given.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            continue
-        mutant = Mutant(
-            kind="integer off by one",
-            what=f"{value} becomes {value + 1}" if value is not None else "",
-            point=f"{type(node).__name__}({name}={value})",
-            operator="constructor",
-            source=_defined(node),
-            build=_rebuilt(name),
-        )
-        yield ("constructor", name), mutant
-
-
-def _of_attributes(node: nn.Module) -> Keyed:
-    """Integers that the node keeps and its constructor does not name: one larger."""
-    named = {key[1] for key, _ in _of_constructor(node)}
-    for name, value in vars(node).items():
-        if isinstance(value, bool) or not isinstance(value, int) or name.startswith("_"):
-            continue
-        if name not in named:
-            mutant = Mutant(
-                kind="integer off by one",
-                what=f"{value} becomes {value + 1}",
-                point=f"self.{name}",
-                operator="attribute",
-                source=_defined(node),
-                build=_incremented(name),
-            )
-            yield ("attribute", name), mutant
-
-
-def _incremented(name: str) -> Build:
-    def build(node: nn.Module) -> Callable[..., Any]:
-        wrong = copy.copy(node)
-        setattr(wrong, name, getattr(node, name) + 1)
-        return wrong.forward
-
-    return build
-
-
-def _rebuilt(name: str) -> Build:
-    def build(node: nn.Module) -> Callable[..., Any]:
-        names = [n for n in inspect.signature(type(node).__init__).parameters if n != "self"]
-        given = {n: getattr(node, n) for n in names}
-        with torch.device("meta"):
-            made = type(node)(**{**given, name: given[name] + 1})
-        wrong = copy.copy(node)
-        for key, value in vars(made).items():
-            if isinstance(value, (int, float)) and not key.startswith("_"):
-                setattr(wrong, key, value)
-        return wrong.forward
-
-    return build
-
-
-def _zeros(node: nn.Module) -> Callable[..., Any]:
-    return lambda *args, **kwargs: _filled(node(*args, **kwargs), 0)
-
-
-def _ones(node: nn.Module) -> Callable[..., Any]:
-    return lambda *args, **kwargs: _filled(node(*args, **kwargs), 1)
-
-
-def _filled(result: Any, value: int) -> Any:
-    return map_tensors(lambda t: torch.full_like(t, value), result)
-
-
-def _previous(node: nn.Module) -> Callable[..., Any]:
-    kept: dict[tuple[Any, ...], Any] = {}
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        result = node(*args, **kwargs)
-        shapes = tuple((t.shape, t.dtype) for _, t in leaves(result))
-        before = kept.get(shapes, result)
-        kept[shapes] = map_tensors(lambda t: t.clone(), result)
-        return before
-
-    return forward
-
-
-def _output(kind: str, build: Build) -> tuple[tuple[Any, ...], Mutant]:
-    about = {"what": "all outputs", "point": "return", "operator": "output", "source": ""}
-    return ("output", kind), Mutant(kind=kind, build=build, **about)
-
-
-OUTPUTS = (
-    _output("output zeros", _zeros),
-    _output("output constants", _ones),
-    _output("output of the previous call", _previous),
-)
-
-
-def _defined(node: nn.Module) -> str:
-    file = inspect.getsourcefile(type(node)) or "?"
-    return f"{file.rpartition('/')[2]}:{inspect.getsourcelines(type(node))[1]}"

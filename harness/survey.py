@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from harness.errors import ExitCode, UserError
 from harness.examine import Prepared
 from harness.judge import judge_region
-from harness.mutants import Mutant
+from harness.misuse import Mutant
 from harness.observe import Observed
 from harness.records import Verdict
 from harness.region import RegionCases

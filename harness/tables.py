@@ -16,6 +16,7 @@ from harness.replay import NATIVE, named_arguments, replay
 
 REACH = 64.0  # how far a row of a table is stretched in search of a cancellation
 HALVINGS = 36  # of the stretch: down to neighbouring FP32 values
+SMALL = 2.0**12  # of a row's elements: far below the others
 
 
 def tables(node: nn.Module, case: Case, fixed: set[int], besides: set[int]) -> dict[str, Tensor]:
@@ -45,9 +46,7 @@ def vary(
     cases = [with_values(case, "varied tables", ids, stretched)]
     results = replay(node, case.args, NATIVE, None, case.kwargs).outputs
     for result, tensor in results.items():
-        if not is_real(tensor.dtype) or not tensor.numel():
-            continue
-        for name, table in found.items():
+        for name, table in found.items() if is_real(tensor.dtype) and tensor.numel() else ():
             cancelled = cancel(node, case, name, table, result, generator)
             if cancelled is not None:
                 cases.append(cancelled)
@@ -63,36 +62,74 @@ def cancel(
     result: str,
     generator: torch.Generator,
 ) -> Case | None:
-    """The call with each row of `table` scaled so that one element of that row of the result, drawn
-    at random, is as near zero as FP32 gets; None if no element changes its sign."""
-    rows = table.shape[:-1]
+    """The call with the table such that sums of products cancel: in each row of the result, one
+    element, drawn at random, is as near zero as FP32 gets. None if no element changes its sign.
+
+    Either whole rows of the table are stretched (against another table), or one of two entries to
+    which a row is reduced (against the other); the one that cancels more is taken.
+    """
+    rows, width = table.shape[:-1], table.shape[-1]
+    if not rows:
+        return None
+    stretched = torch.ones_like(table), torch.zeros_like(table)
+    kept = torch.rand(table.shape, generator=generator).argsort(-1).to(table.device)
+    pair = torch.zeros_like(table), torch.zeros_like(table)
+    pair[0].scatter_(-1, kept[..., :1], 1.0)
+    pair[1].scatter_(-1, kept[..., 1:2], 1.0)
+    best: tuple[int, Case] | None = None
+    for moved, still in (stretched, pair) if width > 1 else (stretched,):
+        found = _bisect(node, case, name, table, result, (moved, still), generator)
+        if found is not None and (best is None or found[0] > best[0]):
+            best = found
+    return None if best is None else best[1]
+
+
+def _bisect(
+    node: nn.Module,
+    case: Case,
+    name: str,
+    table: Tensor,
+    result: str,
+    parts: tuple[Tensor, Tensor],
+    generator: torch.Generator,
+) -> tuple[int, Case] | None:
+    """How many rows cancel, and the call: the table times (m * parts[0] + parts[1]), m for each row
+    bisected towards where the drawn element changes its sign."""
+    rows, (moved, still) = table.shape[:-1], parts
 
     def scaled(by: Tensor) -> Case:
+        factor = by[..., None] * moved + still
         text = f"cancelling {result} by {name}"
-        varied = with_values(case, text, {id(table): table}, lambda t: t * by[..., None])
+        varied = with_values(case, text, {id(table): table}, lambda t: t * factor)
         return replace(varied, telling=True)
 
     def elements(by: Tensor) -> Tensor:
         made = scaled(by)
-        return replay(node, made.args, NATIVE, None, made.kwargs).outputs[result]
+        found = replay(node, made.args, NATIVE, None, made.kwargs).outputs[result]
+        return found.reshape(*rows, -1)
 
     low = torch.full(rows, -REACH, device=table.device)
-    at_low = elements(low)
-    if not rows or at_low.shape[: len(rows)] != rows:
+    high = -low
+    shape = replay(node, case.args, NATIVE, None, case.kwargs).outputs[result].shape
+    if shape[: len(rows)] != rows:
         return None
-    count = at_low[(0,) * len(rows)].numel()
+    at_low = elements(low)
+    count = at_low.shape[-1]
     drawn = torch.randint(count, (*rows, 1), generator=generator).to(table.device)
 
     def signs(values: Tensor) -> Tensor:
-        return values.reshape(*rows, count).gather(-1, drawn)[..., 0] > 0
+        return values.gather(-1, drawn)[..., 0] > 0
 
-    high = -low
-    below, above = signs(at_low), signs(elements(high))
-    changes = below != above
-    if not bool(changes.any()):
-        return None
-    for _ in range(HALVINGS):
+    below = signs(at_low)
+    changes = below != signs(elements(high))
+    for _ in range(HALVINGS if bool(changes.any()) else 0):
         middle = (low + high) / 2
         same = signs(elements(middle)) == below
         low, high = torch.where(same, middle, low), torch.where(same, high, middle)
-    return scaled(torch.where(changes, high, torch.ones_like(high)))
+    chosen = torch.where(changes, high, torch.ones_like(high))
+    at = elements(chosen).abs()
+    # A row that is nothing but small was multiplied by zero: no sum cancels there.
+    small = at.gather(-1, drawn)[..., 0] < at.amax(-1) / SMALL
+    rest = at.amax(-1) > at_low.abs().amax(-1) / SMALL
+    cancelled = int((changes & small & rest).sum())
+    return (cancelled, scaled(chosen)) if cancelled else None

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from harness.__main__ import main
 from harness.errors import ExitCode, UserError
 from harness.examine import NAMED
-from harness.mutants import Mutant, derive_mutants
+from harness.misuse import Mutant
+from harness.mutants import derive_mutants
 from harness.mutate import Key, Wrong
 from harness.region import RegionCases
 from harness.replay import ROUNDED, Choice, Plan, replay
