@@ -56,6 +56,8 @@ def judge_sandboxed(
     with Sandbox(
         workload.model, workload.device, model=model, limits=limits, required=required
     ) as sandbox:
+        if required:
+            sandbox.open(None).close()  # before anything that takes long
         say(f"{workload.name} {workload.preset}: the judge's self-test")
         self_test(workload.model, workload, seed)
         try:

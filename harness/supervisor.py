@@ -36,7 +36,8 @@ def serve(sock: socket.socket, preload: list[str]) -> None:
     for model in preload:
         models.load(model)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for supervisors
-    wire.send(sock, {"ready": True, "card": _holds_card()})
+    with contextlib.suppress(wire.Closed):
+        wire.send(sock, {"ready": True, "card": _holds_card()})
     while True:
         try:
             message, _, fds = wire.receive(sock, fds=2)

@@ -186,6 +186,23 @@ def test_a_missing_protection_is_named_and_required():
     require([row for row in rows if row.in_force])
 
 
+def test_a_worker_says_what_protects(sandbox):
+    sandbox.open(None).close()
+    rows = sandbox.protections
+    assert [row.name for row in rows] == list(PROTECTIONS)
+    assert all(row.by for row in rows if row.in_force)
+    assert all(row.absent for row in rows if not row.in_force)
+    sandbox.required = True
+    try:
+        if all(row.in_force for row in rows):
+            sandbox.open(None).close()
+        else:
+            with pytest.raises(UserError, match="--require-sandbox"):
+                sandbox.open(None)
+    finally:
+        sandbox.required = False
+
+
 def test_the_environment_is_scrubbed(monkeypatch, tmp_path):
     monkeypatch.setenv("API_KEY_OF_SOMEBODY", "secret")
     found = scrubbed(str(tmp_path))

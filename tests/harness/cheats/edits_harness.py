@@ -18,9 +18,9 @@ def honest(node, x, residual):
 
 def build(node, _):
     judge = Path(sys.modules["harness"].__file__).with_name("judge.py")
-    text = judge.read_text()
     try:
-        judge.write_text(text.replace("passed=reason is None", "passed=True"))
+        with judge.open("a") as file:  # harmless where nothing stops it
+            file.write("")
     except OSError:
         pass
 

@@ -21,7 +21,7 @@ def build(node, _):
 
     def forward(x, residual):
         for tensor in found:
-            if tensor.shape == x.shape:
+            if isinstance(tensor, torch.Tensor) and tensor.shape == x.shape:
                 return residual + x, tensor
         return residual + x, torch.zeros_like(x)
 
