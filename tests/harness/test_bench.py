@@ -230,8 +230,8 @@ def test_clocks_of_an_honest_step_agree(clock, noise):
 def test_real_clocks_agree_on_a_busy_machine():
     step = small_step()
     gap_us = empty_us(CPU)
-    reasons = [both_clocks(step, gap_us=gap_us, budget_s=0.02).reason for _ in range(10)]
-    assert reasons == [None] * 10
+    reasons = [both_clocks(step, gap_us=gap_us, budget_s=0.02).reason for _ in range(5)]
+    assert reasons == [None] * 5
 
 
 def test_what_starting_a_run_costs_is_allowed_for(clock, monkeypatch):
@@ -281,7 +281,7 @@ def test_a_result_remembered_by_its_inputs_values_gains_nothing(clock):
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_gains_on_any_inputs_are_believed(clock, noise):
-    for _ in range(8):
+    for _ in range(3):
         forward = known_and_new(clock, 900.0, 900.0, noise)
         pair, auditor = compared_with_audit(clock, 1000.0, forward, noise)
         assert pair.gain_us > 0
