@@ -221,8 +221,10 @@ def guard(node: Any, x: Tensor, weights: Tensor, experts: Tensor) -> str | None:
         return f"weights are {weights.dtype} {tuple(weights.shape)}, the kernels take torch.float32"
     if row_stride(weights) is None or not 1 <= experts.shape[1] <= 16:
         return f"weights have strides {weights.stride()} and {experts.shape[1]} slots"
-    if experts.dtype != torch.int64 or not experts.is_contiguous():
-        return f"experts are {experts.dtype} with strides {experts.stride()}"
+    if experts.dtype != torch.int64:
+        return f"experts are {experts.dtype}, the kernels take torch.int64"
+    if experts.numel() <= MAX_PAIRS and not experts.is_contiguous():
+        return f"experts have strides {experts.stride()}, the kernels take contiguous ones"
     count, width, inner = node.down_proj.shape
     if node.gate_up_proj.shape != (count, 2 * inner, width) or x.shape[1] != width:
         return f"weights {tuple(node.gate_up_proj.shape)}, {tuple(node.down_proj.shape)} do not fit"
