@@ -12,6 +12,7 @@ from agents.measure import Steps
 from agents.policy import Decision, decide
 from agents.proposers.auto import PROPOSERS
 from agents.proposers.base import Context, Suggestion, Tried, suggest
+from agents.sandboxed import Gate
 from agents.session import Session
 from agents.tuner import tune
 from harness import judge
@@ -48,8 +49,17 @@ def storages(model: nn.Module) -> list[int]:
 class Loop:
     """Tries what `proposer` proposes until nothing is left, or a budget ends it."""
 
-    def __init__(self, session: Session, proposer: str, max_changes: int | None) -> None:
-        self.session = session
+    def __init__(
+        self,
+        session: Session,
+        proposer: str,
+        max_changes: int | None,
+        *,
+        require_sandbox: bool = False,
+    ) -> None:
+        """With `require_sandbox`, no candidate runs in this process before a worker's verdict."""
+        self.session, self.require_sandbox = session, require_sandbox
+        self.gate: Gate | None = None
         self.proposer = PROPOSERS[proposer]()
         self.max_changes = max_changes
         self.workload, self.ledger = session.workload, session.ledger
@@ -59,12 +69,18 @@ class Loop:
         """Work; returns why it ended: "done" or "budget"."""
         reason = "done"
         try:
+            if self.require_sandbox:  # first of all, for it may be refused
+                say = self.progress.done
+                self.gate = Gate(self.session.reference, self.workload, self.ledger, say)
             self.session.prepare()
             self.offer_controls()
             self.search()
         except BudgetSpent as spent:
             self.progress.done(f"budget: {spent}", "yellow")
             reason = "budget"
+        finally:
+            if self.gate is not None:
+                self.gate.close()
         if self.history.changes_judged:
             self.session.finish()
         self.ledger.append("stopped", {"reason": reason})
@@ -142,7 +158,7 @@ class Loop:
             outcome.failure = f"the run died {deaths} times while this change was tried"
         else:
             try:
-                self.try_change(suggestion, outcome)
+                self.try_change(suggestion, outcome, gated=control is None)
             except (UserError, BudgetSpent):
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a candidate raises is a finding
@@ -180,10 +196,17 @@ class Loop:
             outcome.steps.close()
         return attempt
 
-    def try_change(self, suggestion: Suggestion, outcome: Outcome) -> None:
-        """Tune, apply, judge and time a change; what comes of it goes to `outcome`."""
+    def try_change(self, suggestion: Suggestion, outcome: Outcome, *, gated: bool) -> None:
+        """Tune, apply, judge and time a change; what comes of it goes to `outcome`. The run's own
+        controls are not `gated`."""
         session, measure = self.session, self.session.measure
         change, backend = suggestion.change, suggestion.proposal.backend
+        if self.gate is not None and gated:
+            seed = self.workload.seed + len(self.history.attempts)
+            verdict = self.gate.verdict(suggestion.proposal.change, backend, seed)
+            if not verdict.passed:
+                outcome.region_verdict = verdict
+                return
         if self.workload.device.type == "cuda":
             outcome.knobs = tune(
                 session.current,

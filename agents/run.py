@@ -41,6 +41,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --resume: go on although the GPU is another one of the same kind",
     )
+    p.add_argument(
+        "--require-sandbox",
+        action="store_true",
+        help="run no change here before a sandboxed verdict; refuse if a protection is missing",
+    )
     p.add_argument("--seed", type=int, default=0, help="seed of weights, inputs and cases")
     p.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
     p.add_argument("--json", action="store_true", help="print summary.json on stdout")
@@ -81,6 +86,7 @@ def recall(a: argparse.Namespace, ledger: Ledger) -> None:
         )
     for name in ("target", "model", "preset", "device", "proposer", "seed"):
         setattr(a, name, run[name])
+    a.require_sandbox |= bool(run["options"].get("require_sandbox"))
 
 
 def work(a: argparse.Namespace, ledger: Ledger | None) -> int:
@@ -115,7 +121,8 @@ def work(a: argparse.Namespace, ledger: Ledger | None) -> int:
     progress.done(summary)
     try:
         session = Session(workload, ledger, a.target, budget, progress, other_card=a.other_card)
-        reason = Loop(session, a.proposer, a.max_changes).run()
+        loop = Loop(session, a.proposer, a.max_changes, require_sandbox=a.require_sandbox)
+        reason = loop.run()
     except KeyboardInterrupt:
         ledger.append("stopped", {"reason": "interrupted"})
         progress.close()
@@ -176,7 +183,11 @@ def start(a: argparse.Namespace, workload: "Workload") -> Ledger:
             "device": workload.device.type,
             "proposer": a.proposer,
             "seed": a.seed,
-            "options": {"max_changes": a.max_changes, "budget_minutes": a.budget_minutes},
+            "options": {
+                "max_changes": a.max_changes,
+                "budget_minutes": a.budget_minutes,
+                **({"require_sandbox": True} if a.require_sandbox else {}),
+            },
             "workload": {kind: target.describe() for kind, target in targets.items()},
             "command": "python -m agents.run " + " ".join(sys.argv[1:]),
         },

@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from harness.protections import describe
 from harness.records import Status, Timing
 from reports import drift, figures, text
 from reports.run import Run
@@ -152,6 +153,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     for name, us in run.effect.items():
         kind = name.removesuffix("_us")
         rows.append((f"Smallest detectable effect, {kind}", text.time(us, 3)))
+    if run.protections:
+        rows.append(("Candidates judged first in a sandbox", describe(run.protections)))
     if (closing := run.closing_verdict) is not None:
         said = "passed" if closing.passed else f"failed: {closing.reason}"
         rows.append(("Every layer of the result judged", f"{said}; {closing.cases} cases"))

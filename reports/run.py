@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.ledger import Event, Ledger
+from harness.protections import Protection
 from harness.records import (
     Attempt,
     Audit,
@@ -86,6 +87,7 @@ class Run:
     measured: list[Measured] = field(default_factory=list)
     final: Measured | None = None
     closing_verdict: Verdict | None = None  # on every layer of the model as it ended
+    protections: tuple[Protection, ...] = ()  # of the sandbox, if candidates were judged in one
     stopped: str | None = None  # "done", "budget", "interrupted"; None: not stopped by itself
     in_progress: str | None = None  # a change that was started and has no outcome
 
@@ -216,6 +218,10 @@ def _layers(run: Run, data: dict[str, Any]) -> None:
     run.layers[data["when"]] = tuple(LayerMap.from_json(m) for m in data["maps"])
 
 
+def _sandbox(run: Run, data: dict[str, Any]) -> None:
+    run.protections = tuple(Protection.from_json(row) for row in data["protections"])
+
+
 def _proposals(run: Run, data: dict[str, Any]) -> None:
     run.rankings.append(tuple(Proposal.from_json(p) for p in data["proposals"]))
 
@@ -278,6 +284,7 @@ _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
     "kernels": _kernels,
     "layers": _layers,
     "proposals": _proposals,
+    "sandbox": _sandbox,
     "started": _started,
     "attempt": _attempt,
     "measured": _measured,
