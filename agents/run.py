@@ -86,7 +86,7 @@ def recall(a: argparse.Namespace, ledger: Ledger) -> None:
         )
     for name in ("target", "model", "preset", "device", "proposer", "seed"):
         setattr(a, name, run[name])
-    a.require_sandbox |= bool(run["options"].get("require_sandbox"))
+    a.require_sandbox |= bool((run.get("options") or {}).get("require_sandbox"))
 
 
 def work(a: argparse.Namespace, ledger: Ledger | None) -> int:

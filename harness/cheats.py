@@ -29,7 +29,7 @@ TOY = ROOT / "tests" / "harness" / "toy_model.py"
 # Docstrings say which model that ships a file is written against: "Against NAME PRESET."
 AGAINST = re.compile(r"\s*Against (\S+) (\S+)\.\s*$")
 LIMITS = Limits(
-    load_s=20.0, call_s=10.0, memory=2 << 30, disk=64 << 20, file=64 << 20, processes=32
+    load_s=60.0, call_s=10.0, memory=2 << 30, disk=64 << 20, file=64 << 20, processes=32
 )  # fmt: skip
 BURSTS = 8  # timed before the one that is compared
 AUDITED = 5  # runs of the burst that is compared

@@ -129,9 +129,11 @@ def _become_nobody() -> None:
     if pid == 0:
         _drop_user()
         needed = (sys.executable, __file__, socket.__file__)
-        os._exit(0 if all(os.access(path, os.R_OK) for path in needed) else 1)
+        found = all(os.access(path, os.R_OK) for path in needed)
+        usable = all(os.access(path, os.R_OK | os.W_OK) for path in devices())
+        os._exit(0 if found and usable else 1)
     if os.waitpid(pid, 0)[1] != 0:
-        raise OSError(0, f"user {NOBODY} cannot read {ROOT} or {sys.prefix}")
+        raise OSError(0, f"user {NOBODY} cannot read {ROOT} or {sys.prefix}, or use the card")
     _drop_user()
 
 
@@ -232,7 +234,8 @@ def readable(extra: Iterable[str] = ()) -> list[str]:
 
 def devices() -> list[str]:
     """Devices the worker may use: the harmless ones and NVIDIA's."""
-    return [*DEVICES, *(str(p) for p in sorted(Path("/dev").glob("nvidia*")))]
+    cards = [p for p in sorted(Path("/dev").glob("nvidia*")) if not p.is_dir()]
+    return [*DEVICES, *map(str, cards), *map(str, sorted(Path("/dev/nvidia-caps").glob("*")))]
 
 
 def _landlock(folder: str, extra: Iterable[str], shm: bool) -> None:
@@ -249,7 +252,7 @@ def _landlock(folder: str, extra: Iterable[str], shm: bool) -> None:
     for path in readable(extra):
         rules.allow(path, rules=look if os.path.isdir(path) else look_file)
     for path in devices():
-        rules.allow(path, rules=use | FSAccess.READ_DIR if os.path.isdir(path) else use)
+        rules.allow(path, rules=use)
     for path in (folder, "/dev/shm") if shm else (folder,):
         rules.allow(path, rules=newest)
     rules.apply()

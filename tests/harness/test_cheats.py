@@ -11,6 +11,7 @@ from harness.cheats import (
     CAUGHT,
     LIMITS,
     NOT_HERE,
+    SURVIVED,
     Arena,
     Fixture,
     Outcome,
@@ -102,15 +103,23 @@ def test_a_survivor_and_a_false_refusal_are_bad():
         assert Outcome(name="n", tries="t", outcome=word, how="").bad is bad
 
 
-def test_a_survivor_gives_exit_1(monkeypatch, capsys, tmp_path):
-    """An honest file under a cheat's name must be reported as one that survives."""
+def test_an_honest_file_under_a_cheats_name_survives(arena, tmp_path):
     path = tmp_path / "looks_honest.py"
     path.write_text(EVERY["honest_one_pass"].path.read_text())
+    source = EVERY["exits"]
+    outcome = arena.outcome(Fixture(path, "is honest", source.model, source.preset))
+    assert (outcome.outcome, outcome.bad) == (SURVIVED, True)
+
+
+def test_a_false_refusal_gives_exit_1(monkeypatch, capsys, tmp_path):
+    """A cheat under an honest name must be reported as an honest file that was refused."""
+    path = tmp_path / "honest_exit.py"
+    path.write_text(EVERY["exits_on_import"].path.read_text())
     source = EVERY["exits"]
     fixture = Fixture(path, "is honest", source.model, source.preset)
     monkeypatch.setattr("harness.command_cheats.fixtures", lambda: [fixture])
     assert main(["cheats", "--json", "--device", "cpu"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert [row["outcome"] for row in found["cheats"]] == ["survived"]
+    assert [row["outcome"] for row in found["cheats"]] == ["wrongly rejected"]
     assert found["passed"] is False
     assert {row["name"] for row in found["protections"]} >= {"no network", "time limited"}
