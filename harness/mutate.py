@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import operators, substitutes
+from harness.carried import flat
 from harness.engine import plain_bias
 from harness.naming import Site, module_names, site
 from harness.operators import LOW
@@ -99,6 +100,8 @@ class Tracer(_Watching):
         only = next(iter(lows)) if len(lows) == 1 else None
         low = bool(made) and made[0].dtype in LOW
         rounds = low and not passes and not (converts and only == made[0].dtype)
+        if key.called == "copy" and low and isinstance(args[1], Tensor):  # converts on its way
+            rounds = args[1].is_floating_point() and self._low(args[1]) != made[0].dtype
         place = where.module, where.source
         found = Call(key, *place, func, args, kwargs, result, rounds, makers)
         self.calls.append(found)
@@ -194,22 +197,26 @@ class Altered(_Watching):
     def _leave_unrounded(self, alter: Alteration | None, func: Any, args: Any, kwargs: Any) -> Any:
         """The rounded result, and what it was before the rounding, for later operators."""
         run = func if alter is None else lambda *a, **k: alter(self, func, a, k)
+        if operators.name(func) in ("_to_copy", "copy"):
+            source = args[operators.name(func) == "copy"]
+            result = func(*args, **kwargs)
+            self._keep(result, source.float())
+            return result
+        wide_args, wide_kwargs = self._widened((args, kwargs))  # before a write changes them
+        exact = _wide(func if alter is None else run, wide_args, wide_kwargs)
         result = func(*args, **kwargs)
-        if operators.name(func) == "_to_copy":
-            exact = args[0].float()
-        else:
-            args, kwargs = self._widened((args, kwargs))
-            exact = _wide(func if alter is None else run, args, kwargs)
-        for (_, low), (_, value) in zip(leaves(result), leaves(exact), strict=True):
-            if low.dtype in LOW:
-                self._keep(low, value)
+        for (_, low), (_, value) in zip(leaves(result), leaves(exact), strict=False):
+            self._keep(low, value)
         return result
 
     def _keep(self, low: Tensor, value: Tensor) -> None:
-        wide = torch.empty_strided(
-            low.shape, low.stride(), dtype=torch.float32, device=low.device
-        ).copy_(value)
-        self.wide[storage(low)] = low, wide
+        """Remember FP32 values for a tensor of the node's own, all of its storage with it."""
+        if low.dtype not in LOW or storage(low) in self.external:
+            return
+        if storage(low) not in self.wide:
+            self.wide[storage(low)] = low, flat(low).float()
+        wide = self.wide[storage(low)][1]
+        wide.as_strided(low.shape, low.stride(), low.storage_offset()).copy_(value)
 
     def _widened(self, tree: Any) -> Any:
         """Unrounded values where there are any, and everything in FP32."""
@@ -238,8 +245,7 @@ class Altered(_Watching):
             others = {k: v for k, v in wide_kwargs.items() if k != "dtype"}
             exact = func(*wide_args, **others)
             for (_, low), (_, value) in zip(leaves(result), leaves(exact), strict=True):
-                if low.dtype in LOW:
-                    self._keep(low, value)
+                self._keep(low, value)
             return result
         if called == "_to_copy":
             exact = func(*wide_args, **kwargs)
@@ -259,12 +265,21 @@ class Altered(_Watching):
     def _written(self, places: tuple[int, ...], func: Any, args: Any, kwargs: Any) -> Any:
         """A write: the caller's memory holds rounded values, the node's own may hold wide ones."""
         target = args[places[0]]
-        if storage(target) not in self.external and target.dtype in LOW:
-            if storage(target) not in self.wide:
-                self._keep(target, target)
-            wide_args, wide_kwargs = self._widened((args, kwargs))
-            func(*wide_args, **wide_kwargs)
-        return func(*args, **kwargs)
+        wide_args, wide_kwargs = self._widened((args, kwargs))
+        if target.dtype not in LOW and storage(target) not in self.wide:
+            return _wide(func, wide_args, wide_kwargs)
+        converts = operators.name(func) == "copy" and args[1].dtype != target.dtype
+        if operators.is_move(func, args, kwargs) and not converts:
+            if storage(target) not in self.external:
+                self._keep(target, wide_args[places[0]])
+                func(*self._widened(args), **self._widened(kwargs))
+            return func(*args, **kwargs)
+        exact = _wide(func, wide_args, wide_kwargs)
+        result = func(*args, **kwargs)
+        target.copy_(exact)
+        if storage(target) in self.wide:
+            self._keep(target, target)
+        return result
 
 
 def _wide(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -14,8 +14,8 @@ from harness.__main__ import main
 from harness.errors import ExitCode, UserError
 from harness.examine import NAMED
 from harness.misuse import Mutant
-from harness.mutants import derive_mutants
-from harness.mutate import Key, Wrong
+from harness.mutants import derive_mutants, pair_points
+from harness.mutate import Key, Wrong, trace
 from harness.region import RegionCases
 from harness.replay import ROUNDED, Choice, Plan, replay
 from harness.routes import Deviations, find_flips
@@ -156,6 +156,35 @@ def test_a_dropped_rounding_is_what_the_replay_elides() -> None:
         differs = [int((mine != ours[n]).sum()) for n, mine in zip(ours, (h, x), strict=True)]
         visible = [int((plain[n] != ours[n]).sum()) for n in ours]
         assert sum(visible) > 1000 > 100 * sum(differs)
+
+
+class Pieces(nn.Module):
+    """Rounds on the way into slices of a buffer of its own, and in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.empty_like(x)
+        half = x.shape[-1] // 2
+        made[..., :half] = x[..., :half].float() * 1.7
+        made[..., half:] = x[..., half:] * 0.3
+        made.mul_(1.1)
+        return (made.float().square() * 0.7).to(x.dtype)
+
+
+def test_roundings_in_memory_of_the_node_s_own_are_left_out() -> None:
+    node, x = Pieces(), torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    first = replay(node, (x,), NAMED)
+    pairs = pair_points(first.points, trace(node, (x,), {}))
+    assert [(p.operator, c.key.called) for p, c in pairs if p.interior] == [
+        ("copy", "copy"),
+        ("mul", "mul"),
+        ("mul", "mul"),
+    ]
+    for point, call in pairs:
+        elided = replay(node, (x,), Plan(elide=frozenset((point.name,))), first).outputs["out"]
+        wrong = Wrong(node, {}, call.key)
+        mine = wrong(x)
+        assert wrong.times == 1 and same_bits(mine, elided)
+        assert same_bits(mine, node(x)) != point.interior
 
 
 def test_an_unaltered_run_is_the_reference() -> None:
