@@ -40,6 +40,7 @@ KEPT = (
 SET = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONWARNINGS": "ignore",  # that a process with threads forks, from Python 3.12 on
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a card must not start CUDA before the fork
 }
 
@@ -65,6 +66,7 @@ class Server:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the judge
         )
         theirs.close()
         self.socket = ours

@@ -20,7 +20,8 @@ from harness.cheats import (
 from tests.harness.judged import toy
 
 EVERY = {fixture.name: fixture for fixture in fixtures()}
-# What the reason has to say. Those that take long are left to `python -m harness cheats`.
+# What the reason has to say, one of the alternatives. Those that take long are left to
+# `python -m harness cheats`.
 REASONS = {
     "caches_by_pointer": "differ",
     "caches_by_value": "remembers results",
@@ -31,7 +32,7 @@ REASONS = {
     "edits_harness": "judge.py for writing",
     "exits": "exit status 0",
     "exits_on_import": "exit status 0",
-    "fills_disk": "No space left",
+    "fills_disk": "No space left|of disk",  # a file system of its own, or the supervisor
     "finds_reference_output": "searches the process",
     "floods_judge": "a message of",
     "forges_answer": "result that is none",
@@ -58,7 +59,6 @@ REASONS = {
     "writes_inputs": "writes to its argument x",
     "writes_outside": "byte(s) outside its arguments",
 }
-# Fewer call through a verdict, so that all of them are quick.
 SLOW = {"exhausts_memory", "forks_without_end"}
 CARD = {"card_fault", "other_stream", "patches_synchronize", "stale_graph"}
 ELSEWHERE = {"forks_survivor"}  # in test_sandbox.py
@@ -74,7 +74,7 @@ def arena():
 def test_a_cheat_is_caught(arena, name):
     outcome = arena.outcome(EVERY[name])
     assert outcome.outcome == CAUGHT
-    assert REASONS[name] in outcome.how
+    assert any(words in outcome.how for words in REASONS[name].split("|"))
 
 
 @pytest.mark.parametrize("name", ["honest_one_pass", "honest_in_place", "honest_threads"])
@@ -83,7 +83,7 @@ def test_an_honest_change_is_accepted(arena, name):
     assert (outcome.outcome, outcome.how) == (ACCEPTED, "")
 
 
-@pytest.mark.parametrize("name", CARD)
+@pytest.mark.parametrize("name", sorted(CARD))
 def test_what_needs_a_card_says_so(arena, name):
     outcome = arena.outcome(EVERY[name])
     assert outcome.outcome == NOT_HERE
