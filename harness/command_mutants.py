@@ -47,6 +47,7 @@ def mutants(a: argparse.Namespace) -> int:
     honest: list[Honest] = []
     changes = honest_changes(workload, names)
     count = len(changes) if a.honest is None else a.honest
+    count = 0 if time.monotonic() > until else count
     for verdict in judge_honest(workload, changes, itertools.count(a.seed + 1), count):
         honest.append(verdict)
         word = "accepted" if verdict.accepted else f"REJECTED: {verdict.reason}"
