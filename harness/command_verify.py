@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from harness import cli
+from harness import cli, worker
 from harness.audit import AMONG, Auditor, audit, drawn
 from harness.bench import (
     ImpossibleTimeError,
@@ -147,12 +147,10 @@ def find(name: str) -> Change:
 
 
 def first_backend(change: Change, device_type: str) -> str:
-    for implementation in change.implementations:
-        if device_type in implementation.devices:
-            return implementation.backend
-    have = ", ".join(f"{i.backend} (on {'/'.join(i.devices)})" for i in change.implementations)
-    hint = "; --backend triton runs in Triton's interpreter" if "triton" in have else ""
-    raise UserError(f"change {change.name} has nothing for {device_type}, only {have}{hint}")
+    try:
+        return worker.first_backend(change, device_type)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def timed(workload: Workload, candidate: nn.Module) -> tuple[Latency, Audit]:

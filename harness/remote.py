@@ -67,9 +67,10 @@ class Candidate:
         told = self.process.ask(message, blob, seconds=self.limits.load_s)
         self.hear(told)
         if "error" in told:
-            if told["error"].startswith("ValueError: "):
-                raise UserError(told["error"].removeprefix("ValueError: "))
-            raise CandidateError(told["error"])
+            text = str(told["error"]).replace(f"{self.process.folder}/", "")
+            if text.startswith("ValueError: "):
+                raise UserError(text.removeprefix("ValueError: "))
+            raise CandidateError(text)
         self.change, self.backend, self.replaced = None, backend, []
         if change is not None:
             try:

@@ -281,7 +281,8 @@ def first_backend(change: Change, device: str) -> str:
         if device in implementation.devices:
             return implementation.backend
     have = ", ".join(f"{i.backend} (on {'/'.join(i.devices)})" for i in change.implementations)
-    raise ValueError(f"change {change.name} has nothing for {device}, only {have}")
+    hint = "; --backend triton runs in Triton's interpreter" if "triton" in have else ""
+    raise ValueError(f"change {change.name} has nothing for {device}, only {have}{hint}")
 
 
 class _Refusals(logging.Handler):
