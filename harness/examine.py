@@ -313,13 +313,14 @@ class Examination:
                 ours = prepared.contract.results[name]
                 if not ours.numel():
                     continue
-                visible = ours != other
+                counts = _counting(prepared, name, ours)
+                visible = (ours != other) & counts
                 equal = (mine[name] == ours) & visible
                 flipped = (mine[name] == other) & visible
-                apart = mine[name] != other
-                sums = [visible.sum(), equal.sum(), flipped.sum(), apart.sum()]
-                sums = torch.stack(sums).tolist()
-                evidence.elements += ours.numel()
+                apart = (mine[name] != other) & counts
+                sums = [counts.sum(), visible.sum(), equal.sum(), flipped.sum(), apart.sum()]
+                elements, *sums = torch.stack(sums).tolist()
+                evidence.elements += elements
                 evidence.visible += sums[0]
                 evidence.equals_declared += sums[1]
                 evidence.equals_flipped += sums[2]
@@ -333,7 +334,14 @@ class Examination:
         noisy = replace(plan, noise=Noise(seed=self.seed * 100_003 + self.noise_runs))
         case = prepared.case
         results = replay(reference, case.args, noisy, prepared.first, case.kwargs).results
-        return sum(int((t != plain[n]).sum()) for n, t in results.items() if is_real(t.dtype))
+        real = [(n, t) for n, t in results.items() if is_real(t.dtype)]
+        return sum(int(((t != plain[n]) & _counting(prepared, n, t)).sum()) for n, t in real)
+
+
+def _counting(prepared: Prepared, name: str, like: Tensor) -> Tensor:
+    """The elements that say something: of a written argument, those that one write decides."""
+    mask = prepared.masks.get(name)
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask.expand_as(like)
 
 
 def _added_point(name: str) -> Point:
