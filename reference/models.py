@@ -5,6 +5,7 @@ A model file exposes `configs` (name -> config), `build(config, device, seed) ->
 `cache(config, batch, capacity, device)`.
 """
 
+import hashlib
 import importlib
 import importlib.util
 import pkgutil
@@ -63,7 +64,11 @@ def load(model: str) -> ModelFile:
 def _from_path(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"no model file at {path}; give the path of a .py file or a known name")
-    name = f"model_file_{path.stem}"
+    # One module for one text in one place: a class made twice could not be pickled.
+    text = str(path.resolve()).encode() + path.read_bytes()
+    name = f"model_file_{path.stem}_{hashlib.sha256(text).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} cannot be imported as Python")

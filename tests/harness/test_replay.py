@@ -153,12 +153,14 @@ def test_golden_replays_grouped_products_in_fp64() -> None:
     node = mini().model.get_submodule(case.node)
     first = replay(node, case.args, NATIVE)
     golden = replay(node, case.args, GOLDEN, first).outputs["out"]
-    x, experts = case.args
-    row, slot = 5, 1
-    chosen = int(experts[row, slot])
-    gate, up = (node.gate_up_proj[chosen].double() @ x[row].double()).chunk(2)
-    expected = node.down_proj[chosen].double() @ (F.silu(gate) * up)
-    assert (golden[row, slot] - expected).norm() < 1e-12 * expected.norm()
+    x, weights, experts = case.args
+    row = 5
+    expected = torch.zeros(x.shape[1], dtype=torch.float64)
+    for chosen, weight in zip(experts[row].tolist(), weights[row].double(), strict=True):
+        gate, up = (node.gate_up_proj[chosen].double() @ x[row].double()).chunk(2)
+        expected += weight * (node.down_proj[chosen].double() @ (F.silu(gate) * up))
+    expected *= node.combine.scale
+    assert (golden[row] - expected).norm() < 1e-12 * expected.norm()
 
 
 def test_added_roundings() -> None:
