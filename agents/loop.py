@@ -236,7 +236,7 @@ class Loop:
             return
         outcome.generated = region_source(outcome.model, change.region)
         assert outcome.region_verdict.domain is not None  # it passed
-        if self.workload.device.type == "cuda":  # a captured graph has run its guards
+        if session.guards:
             limit(outcome.model, change, outcome.region_verdict.domain)  # what is timed was judged
         outcome.steps = measure.steps(outcome.model)
         effects = self.history.effect_us()
