@@ -190,8 +190,7 @@ class Session:
     def current(self) -> nn.Module:
         """The model with everything that was kept."""
         model = share(self.reference)
-        for attempt in self.history.kept:
-            line = enabled(attempt)
+        for line in map(enabled, self.history.kept):
             apply_enabled(model, line if self.guards else replace(line, domain=None))
         return model
 
