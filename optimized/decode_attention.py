@@ -70,11 +70,27 @@ class AttentionKnobs:
 
 
 @triton.jit
-def _dot(a, b, total, WIDE: tl.constexpr):
+def dot(a, b, total, WIDE: tl.constexpr):
     """total + a b in FP32; `WIDE` for the interpreter, whose BF16 products are wrong."""
     if WIDE:
         return total + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, total)
+
+
+@triton.jit
+def add_block(scores, v, inside, highest, denominator, numerator, WIDE: tl.constexpr):
+    """Take scores [GROUP, BLOCK] and their values [BLOCK, DIM] into a running softmax."""
+    higher = tl.maximum(highest, tl.max(scores, axis=1))
+    weights = tl.where(inside[None, :], exp_fp32(scores - higher[:, None]), 0.0)
+    kept = exp_fp32(highest - higher)
+    denominator = denominator * kept + tl.sum(weights, axis=1)
+    numerator = numerator * kept[:, None]
+    rest = weights
+    for _ in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+        part = rest.to(tl.bfloat16)
+        numerator = dot(part, v, numerator, WIDE)
+        rest = rest - part.to(tl.float32)
+    return higher, denominator, numerator
 
 
 @triton.jit
@@ -128,23 +144,15 @@ def decode_attention_kernel(
         inside = position < S
         k = tl.load(k_base + position[None, :] * k_slot, mask=inside[None, :], other=0.0)
         v = tl.load(v_base + position[:, None] * v_slot, mask=inside[:, None], other=0.0)
-        scores = _dot(q, k, tl.zeros((GROUP, BLOCK), tl.float32), WIDE) * scale
+        scores = dot(q, k, tl.zeros((GROUP, BLOCK), tl.float32), WIDE) * scale
         if MASKED:
             seen = tl.load(mask_ptr + batch * mask_batch + position, mask=inside, other=0)
             scores = tl.where((seen != 0)[None, :], scores, HIDDEN)
         else:
             scores = tl.where(inside[None, :], scores, HIDDEN)
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.where(inside[None, :], exp_fp32(scores - higher[:, None]), 0.0)
-        kept = exp_fp32(highest - higher)
-        denominator = denominator * kept + tl.sum(weights, axis=1)
-        numerator = numerator * kept[:, None]
-        rest = weights
-        for _ in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
-            part = rest.to(tl.bfloat16)
-            numerator = _dot(part, v, numerator, WIDE)
-            rest = rest - part.to(tl.float32)
-        highest = higher
+        highest, denominator, numerator = add_block(
+            scores, v, inside, highest, denominator, numerator, WIDE
+        )
 
     if SPLITS == 1:
         out = (numerator / denominator[:, None]).to(tl.bfloat16)

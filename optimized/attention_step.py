@@ -1,0 +1,293 @@
+"""Attention of one decode step, from the projections on: two kernels, or three and the projection.
+
+    q, k  = R(rms_norm(q) w_q), R(rms_norm(k) w_k)      per head
+    q, k  = R(rope(q)), R(rope(k))                      sliding layers
+    q     = R(q * q_scale)                              full layers
+    cache[slot] = k, v
+    a     = R(softmax(scale q K^T) V)                   over the cache, masked
+    a     = R(a * R(sigmoid(R(gate + bias))))
+    y     = R(a W_o^T)
+
+R rounds to BF16; all else is FP32. B sequences of one token, H query heads on Hkv KV heads of d, S
+positions, D hidden. All rounding points are kept; none is added: P enters its product as three BF16
+terms that sum to it exactly (`decode_attention`).
+
+A thread block prepares the queries of a KV head for itself, and the one whose share of the sequence
+holds the new position writes it there first. Where few shares have to be combined (a window), every
+block of the output projection combines and gates them for itself, its weights loaded before.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.decode_attention import COMBINED_COLUMNS, AttentionKnobs
+from optimized.step_kernels import (
+    combine_gate_kernel,
+    gated_projection_kernel,
+    step_attention_kernel,
+)
+from optimized.triton_support import INTERPRETED, OfflineCase, launch, outside_domain
+
+MAX_BATCH = 128
+MAX_FUSED_SPLITS = 16  # more would have every block of the projection read too much
+MAX_HELD = 128  # weights of the projection that a thread holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepKnobs:
+    """Of the attention: `warps`, `block` positions at a time, `stages` of the pipelined loop and
+    `splits` of the sequence. Of the output projection: `rows` of W a program, its `row_warps`."""
+
+    warps: int
+    block: int
+    stages: int
+    splits: int
+    rows: int
+    row_warps: int
+
+    @classmethod
+    def heuristic(cls, shape: Mapping[str, int]) -> "StepKnobs":
+        base = AttentionKnobs.heuristic(shape)
+        return cls(
+            warps=base.warps,
+            block=base.block,
+            stages=base.stages,
+            splits=base.splits,
+            rows=16,
+            row_warps=8,
+        )
+
+    @classmethod
+    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
+        found = {**AttentionKnobs.candidates(shape)}
+        return {**found, "rows": (4, 8, 16, 32), "row_warps": (4, 8, 16)}
+
+    def is_valid(self, shape: Mapping[str, int]) -> bool:
+        attention = AttentionKnobs(
+            warps=self.warps, block=self.block, stages=self.stages, splits=self.splits
+        )
+        width = triton.next_power_of_2(shape["H"] * shape["d"])
+        return (
+            attention.is_valid(shape)
+            and self.rows * width <= MAX_HELD * 32 * self.row_warps
+            and width >= 32 * self.row_warps
+        )
+
+
+def sizes(node: Any, x: Tensor, step: Any, cache: Any) -> dict[str, int]:
+    """B sequences, S positions that are read, H query and Hkv KV heads, d head dimension."""
+    length = step.extent if node.is_full else cache.k.shape[1] - 1
+    found = {"B": x.shape[0], "S": length, "H": node.heads, "Hkv": node.kv_heads}
+    return {**found, "d": node.head_dim}
+
+
+def guard(node: Any, x: Tensor, step: Any, cache: Any) -> str | None:
+    """Why the kernels do not take this call, or None."""
+    if x.dim() != 3 or x.shape[1] != 1:
+        return "the step has more than one token, the kernels serve decode steps"
+    if not 0 < x.shape[0] <= MAX_BATCH:
+        return f"{x.shape[0]} sequences, the kernels take 1 to {MAX_BATCH}"
+    dim, heads, kv_heads = node.head_dim, node.heads, node.kv_heads
+    if dim < 32 or dim > 256 or dim & (dim - 1):
+        return f"head dimension {dim}, the kernels take powers of two from 32 to 256"
+    if heads % kv_heads or heads // kv_heads > 64:
+        return f"{heads} query heads on {kv_heads} KV heads, the kernels take up to 64 on one"
+    for name, kept in (("k", cache.k), ("v", cache.v)):
+        if kept.shape[0] != x.shape[0] or kept.shape[2:] != (kv_heads, dim) or kept.stride(3) != 1:
+            return f"{name} cache is {tuple(kept.shape)} with strides {kept.stride()}"
+    if sizes(node, x, step, cache)["S"] < 1:
+        return "the cache holds no position"
+    mask = step.full_mask if node.is_full else step.ring_mask
+    slots = step.full_slots if node.is_full else step.ring_slots
+    if mask is not None and (mask.dtype != torch.bool or mask.stride(2) != 1):
+        return f"mask is {mask.dtype} with strides {mask.stride()}"
+    if slots.dtype != torch.int64 or slots.shape != (x.shape[0], 1):
+        return f"slots are {slots.dtype} {tuple(slots.shape)}, the kernels take int64 [B, 1]"
+    tables = (step.q_scale,) if node.is_full else (step.cos, step.sin)
+    if not all(t.dtype == torch.float32 and t.is_contiguous() for t in tables):
+        return "the position tables are not contiguous FP32"
+    if not node.o_proj.weight.is_contiguous():
+        return f"the output weight has strides {node.o_proj.weight.stride()}"
+    return outside_domain(x=x, k=cache.k, v=cache.v, weight=node.o_proj.weight)
+
+
+def build(node: Any, knobs: StepKnobs | None):
+    """The function of `reference.beam_attention.Attention.forward`, for T = 1."""
+
+    def forward(x: Tensor, step: Any, cache: Any) -> Tensor:
+        weights = (p.weight for p in (node.q_proj, node.k_proj, node.v_proj, node.gate_proj))
+        q, k, v, gate = node.project(x, *weights)
+        shape = sizes(node, x, step, cache)
+        chosen = knobs or StepKnobs.heuristic(shape)
+        sums, stats, splits = attend(node, q, k, v, step, cache, chosen, shape)
+        y = project(node, sums, stats, splits, gate, chosen)
+        return node.rank_sum(y.view(x.shape[0], 1, -1))
+
+    return forward
+
+
+def attend(
+    node: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Any,
+    cache: Any,
+    knobs: StepKnobs,
+    shape: Mapping[str, int],
+) -> tuple[Tensor, Tensor, int]:
+    """q [B, 1, H d], k, v [B, 1, Hkv d] -> each share's numerators [B H, splits, d] and its maximum
+    and denominator [B H, splits, 2], and how many there are; writes k and v to the cache."""
+    batch, length, dim = shape["B"], shape["S"], shape["d"]
+    tiles = triton.cdiv(triton.cdiv(length, knobs.block), knobs.splits)
+    splits = triton.cdiv(length, tiles * knobs.block)  # none without a position
+    mask = step.full_mask if node.is_full else step.ring_mask
+    partial = {"dtype": torch.float32, "device": q.device}
+    sums = torch.empty((batch * node.heads, splits, dim), **partial)
+    stats = torch.empty((batch * node.heads, splits, 2), **partial)
+    group = node.heads // node.kv_heads
+    launch(
+        step_attention_kernel,
+        (splits, node.kv_heads, batch),
+        q,
+        k,
+        v,
+        node.q_norm.weight,
+        node.k_norm.weight,
+        step.cos,
+        step.sin,
+        step.q_scale,
+        cache.k,
+        cache.v,
+        step.full_slots if node.is_full else step.ring_slots,
+        q if mask is None else mask.view(torch.uint8),
+        sums,
+        stats,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        *cache.k.stride()[:3],
+        *cache.v.stride()[:3],
+        0 if mask is None else mask.stride(0),
+        length,
+        tiles,
+        node.attend.scale,
+        node.prepare.eps,
+        G=group,
+        GROUP=max(16, triton.next_power_of_2(group)),
+        P=dim // 2,
+        BLOCK=knobs.block,
+        SPLITS=splits,
+        STAGES=knobs.stages,
+        MASKED=mask is not None,
+        ROTATED=not node.is_full,
+        WIDE=INTERPRETED,
+        num_warps=knobs.warps,
+    )
+    return sums, stats, splits
+
+
+def project(
+    node: Any, sums: Tensor, stats: Tensor, splits: int, gate: Tensor, knobs: StepKnobs
+) -> Tensor:
+    """The shares combined, gated by gate [B, 1, H d], and projected -> [B, D]."""
+    rows, _, dim = sums.shape
+    width = node.heads * dim
+    weight = node.o_proj.weight
+    if rows == node.heads and splits <= MAX_FUSED_SPLITS:
+        out = torch.empty((1, len(weight)), dtype=gate.dtype, device=gate.device)
+        launch(
+            gated_projection_kernel,
+            (triton.cdiv(len(weight), knobs.rows),),
+            sums,
+            stats,
+            gate,
+            node.gate_bias,
+            weight,
+            out,
+            len(weight),
+            W=width,
+            BLOCK=triton.next_power_of_2(width),
+            DIM=dim,
+            SPLITS=splits,
+            ROWS=knobs.rows,
+            num_warps=knobs.row_warps,
+        )
+        return out
+    a = torch.empty((rows // node.heads, width), dtype=gate.dtype, device=gate.device)
+    columns = min(COMBINED_COLUMNS, dim)
+    launch(
+        combine_gate_kernel,
+        (rows, dim // columns),
+        sums,
+        stats,
+        gate,
+        node.gate_bias,
+        a,
+        gate.stride(0),
+        node.heads,
+        SPLITS=splits,
+        SPLIT_BLOCK=triton.next_power_of_2(splits),
+        DIM=dim,
+        COLUMNS=columns,
+        num_warps=4,
+    )
+    return node.o_proj(a)
+
+
+def offline_cases() -> list[OfflineCase]:
+    """A TP8 rank of Beam: 6 query heads on 1 KV head, 100K positions and a window of 512."""
+    bf16 = "q_ptr", "k_ptr", "v_ptr", "q_weight", "k_weight", "k_cache", "v_cache"
+    bf16 += "gate_ptr", "bias_ptr", "weight_ptr", "out_ptr"
+    kinds: dict[str, str] = dict.fromkeys(bf16, "*bf16") | {"slots_ptr": "*i64", "mask_ptr": "*u8"}
+    tables = "cos_ptr", "sin_ptr", "factor_ptr", "sums_ptr", "stats_ptr"
+    kinds |= dict.fromkeys(tables, "*fp32")
+    kinds |= {f"{x}_{part}": "i64:16" for x in "kv" for part in ("batch", "slot", "head")}
+    kinds |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "gate_stride"), "i32:16")
+    kinds |= {"mask_batch": "i64:16", "S": "i32:16", "tiles": "i32", "H": "i32", "O": "i32:16"}
+    kinds |= dict.fromkeys(("scale", "eps"), "fp32")
+
+    def case(kernel: Any, warps: int, **values: Any) -> OfflineCase:
+        names = [n for n in kernel.arg_names if n != "PDL"]
+        types = {n: "constexpr" if n in values else kinds[n] for n in names}
+        return OfflineCase(kernel, types, values, warps)
+
+    found = []
+    for length in (100_352, 512):
+        knobs = StepKnobs.heuristic({"B": 1, "S": length, "H": 6, "Hkv": 1, "d": 128})
+        sizes: dict[str, Any] = {"G": 6, "GROUP": 16, "P": 64, "BLOCK": knobs.block}
+        sizes |= {"SPLITS": knobs.splits, "STAGES": knobs.stages, "MASKED": True}
+        sizes |= {"ROTATED": length == 512, "WIDE": False}
+        found.append(case(step_attention_kernel, knobs.warps, **sizes))
+        sizes = {"SPLITS": knobs.splits, "DIM": 128}
+        if knobs.splits > MAX_FUSED_SPLITS:
+            sizes |= {"SPLIT_BLOCK": triton.next_power_of_2(knobs.splits)}
+            found.append(case(combine_gate_kernel, 4, **sizes, COLUMNS=COMBINED_COLUMNS))
+        else:
+            sizes |= {"W": 768, "BLOCK": 1024, "ROWS": knobs.rows}
+            found.append(case(gated_projection_kernel, knobs.row_warps, **sizes))
+    return found
+
+
+CHANGE = Change(
+    name="attention_step",
+    region="attention",
+    summary="a decode step's attention with everything around it, two kernels between projections",
+    contract=Contract(numerics="reduction", batch_invariant=False),
+    implementations=(
+        Implementation(
+            backend="triton",
+            devices=("cuda",),
+            build=build,
+            guard=guard,
+            knobs=StepKnobs,
+            shape=sizes,
+        ),
+    ),
+)
