@@ -41,7 +41,7 @@ def file_of(name_or_path: str) -> Path:
 def _found() -> dict[str, tuple[Change, Path]]:
     found: dict[str, tuple[Change, Path]] = {}
     for info in pkgutil.iter_modules([str(FOLDER)]):
-        if "\nCHANGE" not in (FOLDER / f"{info.name}.py").read_text():
+        if info.ispkg or "\nCHANGE" not in (FOLDER / f"{info.name}.py").read_text():
             continue
         try:
             change = _change_of(importlib.import_module(f"optimized.{info.name}"), info.name)
