@@ -88,7 +88,7 @@ def row_pieces(width: int, split: bool) -> tuple[int, int]:
 
 
 @triton.jit
-def _post_norm_and_add(y, h, weight, inverse_rms, y_scale, h_scale):
+def post_norm_and_add(y, h, weight, inverse_rms, y_scale, h_scale):
     """The new residual, rounded, as FP32: four of the five rounding points."""
     normed = (y * inverse_rms * weight).to(tl.bfloat16).to(tl.float32)
     from_y = (normed * y_scale).to(tl.bfloat16).to(tl.float32)
@@ -140,11 +140,11 @@ def residual_boundary_kernel(
             squares += tl.sum(y_tail * y_tail, axis=0)
         inverse = tl.rsqrt(squares * (1.0 / D) + eps)
         weight = post_head.to(tl.float32)
-        h_head = _post_norm_and_add(y_head, h_head, weight, inverse, y_scale, h_scale)
+        h_head = post_norm_and_add(y_head, h_head, weight, inverse, y_scale, h_scale)
         squares = tl.sum(h_head * h_head, axis=0)
         if TAIL > 0:
             weight = post_tail.to(tl.float32)
-            h_tail = _post_norm_and_add(y_tail, h_tail, weight, inverse, y_scale, h_scale)
+            h_tail = post_norm_and_add(y_tail, h_tail, weight, inverse, y_scale, h_scale)
             squares += tl.sum(h_tail * h_tail, axis=0)
         inverse = tl.rsqrt(squares * (1.0 / D) + eps)
         h_out, x_out = h_out_ptr + row * D, x_out_ptr + row * D

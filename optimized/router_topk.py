@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.triton_support import (
     OfflineCase,
-    begin,
     launch,
     let_next_start,
     outside_domain,
@@ -143,15 +142,18 @@ def router_choose_kernel(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    let_next_start(PDL)
     token = tl.program_id(0)
     logits_row = logits_ptr + token * E
     MEMBERS: tl.constexpr = E // GROUPS
-
-    # The two best of each group, and the groups that fewer than TOP_GROUPS others beat.
     group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)[None, :]
     expert = group[:, None] * MEMBERS + member
-    biased = _scores(logits_row, expert, count * E, SPLITS) + tl.load(bias_ptr + expert)
+    bias = tl.load(bias_ptr + expert)
+    previous_is_done(PDL)
+
+    # The two best of each group, and the groups that fewer than TOP_GROUPS others beat.
+    scores = _scores(logits_row, expert, count * E, SPLITS)
+    biased = scores + bias
     best = tl.max(biased, axis=1)
     place = tl.min(tl.where(biased == best[:, None], member, MEMBERS), axis=1)
     second = tl.max(tl.where(member == place[:, None], float("-inf"), biased), axis=1)
@@ -160,23 +162,26 @@ def router_choose_kernel(
     earlier = group[None, :] < group[:, None]
     beaten = (other > mine) | ((other == mine) & earlier)
     rank = tl.sum(beaten.to(tl.int32), axis=1)
-    open_groups = tl.sum(tl.where(rank < TOP_GROUPS, 1 << group, 0), axis=0)
+    is_open = (rank < TOP_GROUPS)[:, None]
 
     # Their best experts, one after the other, on integers in the order of the biased scores.
-    expert = tl.arange(0, E)
-    biased = _scores(logits_row, expert, count * E, SPLITS) + tl.load(bias_ptr + expert)
     bits = (biased + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0.0 and 0.0 are a tie
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = tl.where(((open_groups >> (expert // MEMBERS)) & 1) == 1, key, LOWEST)
+    key = tl.where(is_open, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
+    key = tl.reshape(key, [E])
+    scores = tl.reshape(scores, [E]).to(tl.int32, bitcast=True)
+    expert = tl.arange(0, E)
     slot = tl.arange(0, SLOTS)
     chosen = tl.zeros([SLOTS], tl.int32)
+    weight = tl.zeros([SLOTS], tl.int32)
     for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         index = tl.min(tl.where(key == tl.max(key, axis=0), expert, E - 1), axis=0)
+        taken = expert == index
         chosen = tl.where(slot == k, index, chosen)
-        key = tl.where(expert == index, LOWEST, key)
+        weight = tl.where(slot == k, tl.max(tl.where(taken, scores, LOWEST), axis=0), weight)
+        key = tl.where(taken, LOWEST, key)
 
     used = slot < TOP_K
-    weight = tl.where(used, _scores(logits_row, chosen, count * E, SPLITS), 0.0)
+    weight = weight.to(tl.float32, bitcast=True)
     weight = tl.math.div_rn(weight, tl.sum(weight, axis=0) + 1e-20)
     tl.store(weights_ptr + token * TOP_K + slot, weight, mask=used)
     tl.store(experts_ptr + token * TOP_K + slot, chosen.to(tl.int64), mask=used)
@@ -189,11 +194,20 @@ def shape(node: nn.Module, x: Tensor) -> dict[str, int]:
 
 def guard(node: Any, x: Tensor) -> str | None:
     """Why the kernels do not take this call, or None."""
-    count, width = node.weight.shape
-    if x.dim() != 2 or x.shape[1] != width:
-        return f"x is {tuple(x.shape)}, the weight {tuple(node.weight.shape)}; they do not fit"
+    if x.dim() != 2:
+        return f"x is {tuple(x.shape)}, the kernels take [N, D]"
     if len(x) > MAX_TOKENS:
         return f"{len(x)} tokens, the kernels take up to {MAX_TOKENS}"
+    if x.stride(1) != 1:
+        return "x is not contiguous"
+    return outside_router(node, x.shape[1]) or outside_domain(x=x)
+
+
+def outside_router(node: Any, width: int) -> str | None:
+    """Why the kernels cannot serve this router for inputs of `width`, or None."""
+    count = len(node.weight)
+    if node.weight.shape[1] != width:
+        return f"x is {width} wide, the weight {tuple(node.weight.shape)}; they do not fit"
     powers = all(n > 0 and n & (n - 1) == 0 for n in (count, node.groups))
     if not powers or count > MAX_EXPERTS or node.groups > 32 or count < 2 * node.groups:
         return f"{count} experts in {node.groups} groups; the kernels take powers of two"
@@ -202,9 +216,9 @@ def guard(node: Any, x: Tensor) -> str | None:
     bias = node.e_score_correction_bias
     if node.weight.dtype != torch.float32 or bias.dtype != torch.float32:
         return f"weight is {node.weight.dtype}, bias {bias.dtype}; the kernels take torch.float32"
-    if x.stride(1) != 1 or not (node.weight.is_contiguous() and bias.is_contiguous()):
-        return "x, the weight or the bias is not contiguous"
-    return outside_domain(x=x)
+    if not (node.weight.is_contiguous() and bias.is_contiguous()):
+        return "the weight or the bias is not contiguous"
+    return None
 
 
 def build(node: Any, knobs: RouterKnobs | None):
@@ -216,10 +230,8 @@ def build(node: Any, knobs: RouterKnobs | None):
         count = node.weight.shape[0]
         chosen = knobs or RouterKnobs.heuristic(sizes)
         logits = torch.empty((chosen.splits, tokens, count), device=x.device)
-        weights = torch.empty((tokens, node.top_k), device=x.device)
-        experts = torch.empty((tokens, node.top_k), dtype=torch.int64, device=x.device)
         if tokens == 0:
-            return weights, experts
+            return choose(node, logits)
         grid = triton.cdiv(count, chosen.rows), triton.cdiv(tokens, chosen.tokens), chosen.splits
         launch(
             router_logits_kernel,
@@ -238,25 +250,36 @@ def build(node: Any, knobs: RouterKnobs | None):
             CHUNKS=prefetch_chunks(chosen.rows * width * 4),
             num_warps=chosen.warps,
         )
-        launch(
-            router_choose_kernel,
-            (tokens,),
-            logits,
-            node.e_score_correction_bias,
-            weights,
-            experts,
-            tokens,
-            E=count,
-            GROUPS=node.groups,
-            TOP_GROUPS=node.top_groups,
-            TOP_K=node.top_k,
-            SLOTS=triton.next_power_of_2(node.top_k),
-            SPLITS=chosen.splits,
-            num_warps=1,
-        )
-        return weights, experts
+        return choose(node, logits)
 
     return forward
+
+
+def choose(node: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [splits, N, E] FP32, to be summed over the splits -> (weights [N, K] FP32, experts
+    [N, K] int64) of the router `node`."""
+    splits, tokens, count = logits.shape
+    weights = torch.empty((tokens, node.top_k), device=logits.device)
+    experts = torch.empty((tokens, node.top_k), dtype=torch.int64, device=logits.device)
+    if tokens == 0:
+        return weights, experts
+    launch(
+        router_choose_kernel,
+        (tokens,),
+        logits,
+        node.e_score_correction_bias,
+        weights,
+        experts,
+        tokens,
+        E=count,
+        GROUPS=node.groups,
+        TOP_GROUPS=node.top_groups,
+        TOP_K=node.top_k,
+        SLOTS=triton.next_power_of_2(node.top_k),
+        SPLITS=splits,
+        num_warps=1,
+    )
+    return weights, experts
 
 
 def offline_cases() -> list[OfflineCase]:
