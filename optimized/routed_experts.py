@@ -43,16 +43,19 @@ MAX_PAIRS = 64  # beyond, pairs share experts and a grouped matrix product reads
 MAX_UNROLL = 20  # steps of the unrolled loops; more run out of registers and compile slowly
 MAX_TILE = 8192  # partial sums a program holds, of each matrix
 MAX_HELD = 160  # weights that a thread holds, in half as many registers
+MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKnobs:
-    """Per kernel: `rows` of outputs a program, the `block` of the sum at a time, `warps`. The
-    second holds the weights of its first `down_held` slots before the first kernel is done."""
+    """Per kernel: `rows` of outputs a program, the `block` of the sum at a time, `warps`. The first
+    has `stages` of a pipelined loop, or 0 for an unrolled one; the second holds the weights of its
+    first `down_held` slots before the first is done."""
 
     up_rows: int
     up_block: int
     up_warps: int
+    up_stages: int
     down_rows: int
     down_block: int
     down_warps: int
@@ -67,6 +70,7 @@ class ExpertsKnobs:
             up_rows=2,
             up_block=up_block,
             up_warps=4,
+            up_stages=0,
             down_rows=rows,
             down_block=down_block,
             down_warps=4,
@@ -79,6 +83,7 @@ class ExpertsKnobs:
             "up_rows": (1, 2, 4, 8),
             "up_block": (256, 512, 1024, 2048),
             "up_warps": (2, 4, 8),
+            "up_stages": (0, 2, 3, 4, 6),
             "down_rows": (2, 4, 8, 16),
             "down_block": (64, 128, 256, 512),
             "down_warps": (2, 4, 8),
@@ -91,9 +96,11 @@ class ExpertsKnobs:
             (self.down_rows, self.down_block, shape["F"]),
         )
         pieces = triton.cdiv(shape["F"], self.down_block)
+        staged = self.up_stages * (2 * self.up_rows + 1) * self.up_block * 2  # bytes
         held = self.down_held * pieces * self.down_rows * self.down_block
         return (
             0 <= self.down_held <= shape["K"]
+            and staged <= MAX_STAGED
             and held <= MAX_HELD * 32 * self.down_warps
             and all(
                 triton.cdiv(width, block) <= MAX_UNROLL
@@ -113,6 +120,29 @@ def _block(width: int, start: int) -> int:
 
 
 @triton.jit
+def _multiply(
+    x_row,
+    gate_rows,
+    first,
+    in_rows,
+    gates,
+    ups,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the products of columns `first` and on to the sums of gate and up rows."""
+    column = first + tl.arange(0, BLOCK)[None, :]
+    inside = column < D
+    x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32).broadcast_to(ROWS, BLOCK)
+    inside = inside & in_rows
+    gate = tl.load(gate_rows + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_rows + F * D + column, mask=inside, other=0.0).to(tl.float32)
+    return tl.fma(gate, x, gates), tl.fma(up, x, ups)
+
+
+@triton.jit
 def experts_up_kernel(
     x_ptr,
     experts_ptr,
@@ -124,8 +154,10 @@ def experts_up_kernel(
     F: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """`STAGES` of a pipelined loop over D, or 0 for an unrolled one."""
     previous_is_done(PDL)
     let_next_start(PDL)  # only now: the next kernel reads what this one has waited for
     pair = tl.program_id(0)
@@ -136,14 +168,12 @@ def experts_up_kernel(
     gate_rows = weight_ptr + expert * (2 * F * D) + row[:, None] * D
     # Both sums in one loop: the loads of the second need not wait until the first is reduced.
     gates, ups = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in tl.static_range(0, D, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
-        column = first + tl.arange(0, BLOCK)[None, :]
-        inside = column < D
-        x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32).broadcast_to(ROWS, BLOCK)
-        inside = inside & in_rows
-        gate = tl.load(gate_rows + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_rows + F * D + column, mask=inside, other=0.0).to(tl.float32)
-        gates, ups = tl.fma(gate, x, gates), tl.fma(up, x, ups)
+    if STAGES == 0:
+        for first in tl.static_range(0, D, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
+            gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
+    else:
+        for first in tl.range(0, D, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+            gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
     gate, up = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
     gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
     hidden = (silu_fp32(gate) * up).to(tl.bfloat16)
@@ -270,6 +300,7 @@ def few(
         F=inner,
         ROWS=chosen.up_rows,
         BLOCK=chosen.up_block,
+        STAGES=chosen.up_stages,
         num_warps=chosen.up_warps,
     )
     launch(
@@ -310,7 +341,7 @@ def offline_cases() -> list[OfflineCase]:
     """Beam whole, and on one of two and one of eight tensor-parallel ranks."""
     up = dict.fromkeys(("x_ptr", "weight_ptr", "hidden_ptr"), "*bf16")
     up |= {"experts_ptr": "*i64", "x_stride": "i32:16"}
-    up |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK"), "constexpr")
+    up |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK", "STAGES"), "constexpr")
     down = dict.fromkeys(("hidden_ptr", "weight_ptr", "out_ptr"), "*bf16")
     down |= {"weights_ptr": "*fp32", "experts_ptr": "*i64", "weights_stride": "i32"}
     down |= {"scale": "fp32"}
@@ -322,6 +353,7 @@ def offline_cases() -> list[OfflineCase]:
         knobs = ExpertsKnobs.heuristic({"P": 8, "K": 8, "D": 5120, "F": inner})
         sizes = {"TOP_K": 8, "D": 5120, "F": inner}
         values = {**sizes, "ROWS": knobs.up_rows, "BLOCK": knobs.up_block}
+        values["STAGES"] = knobs.up_stages
         cases.append(OfflineCase(experts_up_kernel, up, values, knobs.up_warps))
         values = {**sizes, "ROWS": knobs.down_rows, "BLOCK": knobs.down_block}
         values["HELD"] = knobs.down_held
