@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     cheats = add("cheats", "change files that try to fool the judge: is each refused?", model=False)
     cheats.add_argument("--only", nargs="+", metavar="NAME", help="some of them, by name")
     cheats.add_argument("--seed", type=int, default=0, help="seed of weights and cases")
+    add_survey(cheats)
     sandbox = add("sandbox", "what protects from a candidate on this machine", model=False)
     sandbox.add_argument(
         "--require-sandbox", action="store_true", help="refuse if a protection is not to be had"
@@ -92,6 +93,12 @@ def add_mutants(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--honest", type=whole, help="verdicts on right changes; default one for each of them"
     )
+    add_survey(command)
+
+
+def add_survey(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--jobs", type=count, default=1, metavar="N", help="worker processes")
+    command.add_argument("--out", metavar="DIR", help="write the tables and the records there, too")
 
 
 def positive(text: str) -> float:
@@ -117,6 +124,7 @@ def count(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    arguments.words = sys.argv[1:] if argv is None else argv
     module = importlib.import_module(MODULES[arguments.command])
     run: Callable[[argparse.Namespace], int] = module.COMMANDS[arguments.command]
     return run(arguments)

@@ -4,6 +4,8 @@ region's cases, then runs that are timed from outside and compared.
 """
 
 import ast
+import contextlib
+import functools
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ import torch
 from harness.cases import storages
 from harness.confine import ROOT, Limits
 from harness.errors import UserError
+from harness.jobs import Pool, Task
 from harness.observe import CandidateError
 from harness.outside import Bursts, audit, call_slots, memoises
 from harness.protections import Protection
@@ -85,21 +88,55 @@ def fixtures(folder: Path = FOLDER) -> list[Fixture]:
 
 
 def run(
-    chosen: Sequence[Fixture], device: str, seed: int, say: Callable[[str], None]
+    chosen: Sequence[Fixture], device: str, seed: int, jobs: int, say: Callable[[str], None]
 ) -> tuple[list[Outcome], tuple[Protection, ...]]:
-    """Run them all; what became of each, and the protections they ran under."""
-    outcomes, protections = [], ()
-    by_model: dict[tuple[str, str], list[Fixture]] = {}
-    for fixture in chosen:
-        by_model.setdefault((fixture.model, fixture.preset), []).append(fixture)
-    for (model, preset), group in by_model.items():
-        workload = Workload.load(model, preset, device, seed)
-        with Arena(workload, seed) as arena:
-            for fixture in group:
-                say(f"{fixture.name}: {fixture.tries}")
-                outcomes.append(arena.outcome(fixture))
-            protections = arena.sandbox.protections
-    return outcomes, protections
+    """Run them all in `jobs` processes; what became of each, in that order, and the protections
+    that they ran under. UserError if a worker ended."""
+    found: dict[str, Outcome] = {}
+    seen: dict[str, tuple[Protection, ...]] = {}
+
+    def keep(result: tuple[Outcome, tuple[Protection, ...]]) -> None:
+        outcome, seen[outcome.name] = result
+        found[outcome.name] = outcome
+        say(f"{outcome.name}: {outcome.outcome}" + f": {outcome.how}" * bool(outcome.how))
+
+    with Pool(functools.partial(arenas, device, seed), jobs) as pool:
+        for fixture in chosen:
+            key = f"{fixture.model} {fixture.preset}"
+            pool.add(Task(f"judges {fixture.name}", key, functools.partial(judge, fixture), keep))
+        pool.run()
+    return [found[f.name] for f in chosen], next((seen[f.name] for f in reversed(chosen)), ())
+
+
+def judge(fixture: Fixture, worker: "Arenas") -> tuple[Outcome, tuple[Protection, ...]]:
+    arena = worker.arena(fixture.model, fixture.preset)
+    return arena.outcome(fixture), arena.sandbox.protections
+
+
+@contextlib.contextmanager
+def arenas(device: str, seed: int) -> Iterator["Arenas"]:
+    with contextlib.closing(Arenas(device, seed)) as worker:
+        yield worker
+
+
+@dataclass
+class Arenas:
+    """One worker: the arena of the model that it was last asked for."""
+
+    device: str
+    seed: int
+    open: dict[tuple[str, str], "Arena"] = field(default_factory=dict)
+
+    def arena(self, model: str, preset: str) -> "Arena":
+        if (model, preset) not in self.open:
+            self.close()
+            workload = Workload.load(model, preset, self.device, self.seed)
+            self.open[model, preset] = Arena(workload, self.seed)
+        return self.open[model, preset]
+
+    def close(self) -> None:
+        while self.open:
+            self.open.popitem()[1].close()
 
 
 @dataclass
@@ -110,7 +147,6 @@ class Arena:
     seed: int
     limits: Limits = LIMITS
     cases: dict[str, RegionCases] = field(default_factory=dict)
-    planted: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         model = self.workload.name
@@ -123,6 +159,9 @@ class Arena:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.sandbox.close()
         self.folder.cleanup()
 

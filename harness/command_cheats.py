@@ -2,14 +2,17 @@
 
 import argparse
 import json
+import time
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
-from harness import cli
-from harness.cheats import fixtures, run
+from harness import cli, evidence
+from harness.cheats import Outcome, fixtures, run
 from harness.command_bench import progress
 from harness.errors import ExitCode, UserError
-from harness.protections import describe, require
+from harness.protections import Protection, describe, require
 from harness.sandbox import Sandbox
 from harness.workload import pick_device
 
@@ -21,24 +24,27 @@ def cheats(a: argparse.Namespace) -> int:
         if unknown := set(a.only) - known:
             raise UserError(f"no cheat {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}")
         found = [fixture for fixture in found if fixture.name in a.only]
-    outcomes, protections = run(found, a.device, a.seed, progress)
+    evidence.require(a.out)
+    started = time.monotonic()
+    outcomes, protections = run(found, a.device, a.seed, a.jobs, progress)
+    seconds = time.monotonic() - started
     bad = [outcome for outcome in outcomes if outcome.bad]
-    if a.json:
-        output = {
-            "cheats": [outcome.to_json() for outcome in outcomes],
-            "protections": [protection.to_json() for protection in protections],
-            "passed": not bad,
-        }
-        print(json.dumps(output, indent=2))
-    else:
-        rows = [(o.name, o.tries, o.outcome, o.how) for o in outcomes]
-        cli.print_table("cheats", ("file", "tries", "outcome", "how"), rows, left=4)
-        counts = dict.fromkeys(dict.fromkeys(o.outcome for o in outcomes), 0)
-        for outcome in outcomes:
-            counts[outcome.outcome] += 1
-        print(", ".join(f"{count} {word}" for word, count in counts.items()))
-        print(describe(protections))
+    output = {
+        "seed": a.seed,
+        "cheats": [outcome.to_json() for outcome in outcomes],
+        "protections": [protection.to_json() for protection in protections],
+        "passed": not bad,
+    }
+    evidence.give(a, output, lambda: show(outcomes, protections, seconds), seconds)
     return ExitCode.FOUND if bad else ExitCode.DONE
+
+
+def show(outcomes: Sequence[Outcome], protections: Sequence[Protection], seconds: float) -> None:
+    rows = [(o.name, o.tries, o.outcome, o.how) for o in outcomes]
+    cli.print_table("cheats", ("file", "tries", "outcome", "how"), rows, left=4)
+    counts = Counter(o.outcome for o in outcomes)
+    print(", ".join(f"{count} {word}" for word, count in counts.items()) + f"; {seconds:.0f} s")
+    print(describe(protections))
 
 
 def sandbox(a: argparse.Namespace) -> int:

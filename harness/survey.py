@@ -224,12 +224,11 @@ def regions_of(workload: Workload, wanted: list[str] | None) -> list[str]:
     return wanted or known
 
 
-def chosen(mutants: list[Mutant], limit: int | None, sample: int | None, seed: int) -> list[Mutant]:
-    """The first `limit` mutants, or `sample` drawn by `seed`; all without either."""
+def chosen(count: int, limit: int | None, sample: int | None, seed: int) -> list[int]:
+    """Of `count` mutants the first `limit`, or `sample` drawn by `seed`; all without either."""
     if sample is not None:
-        drawn = sorted(random.Random(seed).sample(range(len(mutants)), min(sample, len(mutants))))
-        return [mutants[i] for i in drawn]
-    return mutants[:limit]
+        return sorted(random.Random(seed).sample(range(count), min(sample, count)))
+    return list(range(count))[:limit]
 
 
 @dataclass(frozen=True, kw_only=True)

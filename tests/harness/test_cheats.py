@@ -98,6 +98,20 @@ def test_every_fixture_is_tried_somewhere():
     assert {EVERY[n].model for n in EVERY} - {EVERY["exits"].model} == {"beam"}
 
 
+def test_the_number_of_processes_changes_nothing(arena, capsys, tmp_path):
+    names = ["exits_on_import", "card_fault"]
+    words = ["cheats", "--device", "cpu", "--only", *names, "--jobs", "2", "--json"]
+    assert main([*words, "--out", str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    alone = [arena.outcome(EVERY[name]).to_json() for name in sorted(names)]
+    assert printed["cheats"] == alone
+    assert [row["outcome"] for row in alone] == [NOT_HERE, CAUGHT]
+    kept = json.loads((tmp_path / "cheats.json").read_text())
+    assert kept["environment"]["device"] == "cpu"
+    assert {name: kept[name] for name in printed} == printed
+    assert "1 not runnable here, 1 caught; " in (tmp_path / "cheats.txt").read_text()
+
+
 def test_a_survivor_and_a_false_refusal_are_bad():
     for word, bad in (("caught", False), ("survived", True), ("wrongly rejected", True)):
         assert Outcome(name="n", tries="t", outcome=word, how="").bad is bad

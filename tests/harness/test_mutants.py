@@ -4,6 +4,7 @@ import functools
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,10 +269,11 @@ def test_regions_and_samples_are_chosen() -> None:
     assert regions_of(toy(), ["choose"]) == ["choose"]
     with pytest.raises(UserError, match="no region 'nothing'; it has: embedding, linear"):
         regions_of(toy(), ["nothing"])
-    mutants, _ = judged_all("toy", "choose")
-    assert chosen(mutants, 2, None, 0) == mutants[:2]
-    drawn = chosen(mutants, None, 4, 7)
-    assert len(drawn) == 4 and drawn == chosen(mutants, None, 4, 7)
+    assert chosen(9, None, None, 0) == list(range(9))
+    assert chosen(9, 2, None, 0) == [0, 1]
+    drawn = chosen(9, None, 4, 7)
+    assert len(set(drawn)) == 4 and drawn == sorted(drawn) == chosen(9, None, 4, 7)
+    assert chosen(3, None, 4, 7) == [0, 1, 2]
 
 
 def test_honest_changes_are_accepted() -> None:
@@ -302,6 +304,42 @@ def test_the_command_counts_and_exits(capsys: pytest.CaptureFixture[str]) -> Non
     }
     assert [h["accepted"] for h in record["honest"]] == [True, True]
     assert len({h["seed"] for h in record["honest"]}) == 2
+
+
+def test_the_number_of_processes_changes_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("harness.surveyor.PART", 2)  # several tasks of one region
+    words = ["mutants", "--model", TOY, "--preset", "toy", "--device", "cpu", "--seed", "3"]
+    words += ["--region", "choose", "linear", "--limit", "3", "--honest", "2"]
+    found = []
+    for jobs in ("1", "2"):
+        folder = tmp_path / jobs
+        assert main([*words, "--jobs", jobs, "--out", str(folder)]) == ExitCode.DONE
+        record = json.loads((folder / "mutants.json").read_text())
+        assert record.pop("command").endswith(f"--jobs {jobs} --out {folder}")
+        assert record.pop("environment")["device"] == "cpu"
+        assert (record.pop("jobs"), record.pop("seconds") > 0) == (int(jobs), True)
+        table = (folder / "mutants.txt").read_text()
+        assert table == capsys.readouterr().out
+        for mutant in record["mutants"]:
+            assert mutant.pop("seconds") > 0
+        found.append((record, table.rpartition(";")[0]))
+    assert found[0] == found[1]
+    assert found[0][0]["counts"]["killed"] == 6 == len(found[0][0]["mutants"])
+    assert [h["name"] for h in found[0][0]["honest"]] == ["reference", "reference"]
+
+
+def test_a_spent_budget_judges_nothing_and_says_what_was_not_begun(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["mutants", "--model", TOY, "--preset", "toy", "--device", "cpu"]
+    words += ["--region", "choose", "linear", "--budget-minutes", "1e-9"]
+    assert main(words) == ExitCode.OUT_OF_BUDGET
+    printed = capsys.readouterr().out
+    assert "not begun, since the budget was spent: choose" in printed
+    assert "not begun, since the budget was spent: linear" in printed
+    assert printed.splitlines()[-1].startswith("0 of 0 mutants killed, 0 survived")
 
 
 def test_what_is_found_decides_the_exit_code() -> None:

@@ -1,0 +1,127 @@
+"""Work in several processes: the same results, and no silent end."""
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from harness.errors import SelfTestError, UserError
+from harness.jobs import Pool, Task
+
+START = functools.partial(contextlib.nullcontext, 5)
+
+
+def add(number: int, state: int) -> int:
+    return number + state
+
+
+def kill(number: int, _state: int) -> None:
+    signal.raise_signal(signal.Signals(number))
+
+
+def leave(_state: int) -> None:
+    os._exit(7)
+
+
+def sleep(_state: int) -> None:
+    time.sleep(600)
+
+
+def refuse(_state: int) -> None:
+    raise UserError("no such thing")
+
+
+def fail_test(_state: int) -> None:
+    raise SelfTestError("not reproduced")
+
+
+def divide(state: int) -> float:
+    return state / 0
+
+
+@contextlib.contextmanager
+def broken() -> Iterator[int]:
+    os._exit(3)
+    yield 0
+
+
+def task(run: Callable[[int], Any], key: str = "", keep: Any = lambda result: None) -> Task:
+    return Task("adds", key, run, keep)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_every_task_is_run_once_and_may_add_others(jobs: int) -> None:
+    found: list[int] = []
+    with Pool(START, jobs) as pool:
+
+        def keep(result: int) -> None:
+            found.append(result)
+            if result < 10:
+                pool.add(task(functools.partial(add, result), "again", keep))
+
+        for number in range(4):
+            pool.add(task(functools.partial(add, number), str(number), keep))
+        pool.run()
+    assert sorted(found) == [5, 6, 7, 8, 10, 11, 12, 13]
+
+
+def test_what_is_prepared_is_used_before_something_else_is() -> None:
+    found: list[int] = []
+    with Pool(START, 1) as pool:
+        for number, key in enumerate("abcab"):
+            pool.add(task(functools.partial(add, number), key, found.append))
+        pool.run()
+    assert [number - 5 for number in found] == [0, 3, 1, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (leave, "ended with exit status 7 while it adds"),
+        (functools.partial(kill, signal.SIGKILL), "was killed by SIGKILL while it adds"),
+    ],
+    ids=["exits", "is-killed"],
+)
+def test_a_worker_that_ends_is_an_error_that_says_what_it_did(
+    run: Callable[[int], Any], words: str
+) -> None:
+    with Pool(START, 2) as pool, pytest.raises(UserError, match=words):
+        pool.add(task(run))
+        pool.run()
+
+
+def test_a_worker_that_does_not_start_is_an_error() -> None:
+    with Pool(broken, 2) as pool, pytest.raises(UserError, match="exit status 3 while it adds"):
+        pool.add(task(sleep))
+        pool.run()
+
+
+@pytest.mark.parametrize(
+    ("run", "kind", "words"),
+    [
+        (refuse, UserError, "^no such thing$"),
+        (fail_test, SelfTestError, "^not reproduced$"),
+        (divide, RuntimeError, "failed while it adds:\n(?s:.*)ZeroDivisionError"),
+    ],
+    ids=["user", "self-test", "ours"],
+)
+def test_errors_come_through(run: Any, kind: type[Exception], words: str) -> None:
+    with Pool(START, 2) as pool, pytest.raises(kind, match=words):
+        pool.add(task(run))
+        pool.run()
+
+
+def test_ctrl_c_ends_all_workers() -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    pool = Pool(START, 2)
+    with pytest.raises(KeyboardInterrupt), pool:
+        pool.add(task(sleep), task(functools.partial(add, 1), "", interrupt))
+        pool.run()
+    assert [w.process.exitcode for w in pool.workers] == [128 + signal.SIGTERM] * 2
