@@ -71,7 +71,7 @@ def combine_kernel(
     for slot in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
         place = token * K + slot
         if PLACED:
-            place = tl.load(places_ptr + place)
+            place = tl.load(places_ptr + place).to(tl.int64)
         y = tl.load(y_ptr + place * D + column, mask=valid, other=0.0).to(tl.float32)
         weighted = y * tl.load(weights_row + slot)
         total = weighted if slot == 0 else total + weighted
@@ -117,7 +117,7 @@ def weighted_sum(
 ) -> Tensor:
     """sum_k weights[n, k] y[n, k] times `scale` -> [N, D] BF16, for y [N, K, D].
 
-    With `places` [N * K] int64, the row of pair i is y.flatten(0, 1)[places[i]].
+    With `places` [N * K] int32, the row of pair i is y.flatten(0, 1)[places[i]].
     """
     tokens, top_k, width = (*weights.shape, y.shape[-1])
     chosen = knobs or CombineKnobs.heuristic({"N": tokens, "K": top_k, "D": width})
@@ -147,7 +147,7 @@ def offline_cases() -> list[OfflineCase]:
     signature = {
         "y_ptr": "*bf16",
         "weights_ptr": "*fp32",
-        "places_ptr": "*i64",
+        "places_ptr": "*i32",
         "out_ptr": "*bf16",
         "weights_stride": "i32",
         "scale": "fp32",

@@ -13,12 +13,10 @@ MB for the 8 pairs of a token at D = 5120, F = 320, 18 us at an H200's 4.33 TB/s
 counts is how many loads are in flight: rows of the matrices are spread over several thread blocks
 an SM, and the second kernel holds its weights in registers before the first is done.
 
-Many pairs: sorted by expert for the library's grouped matrix product. Its results are not put back
-in order; the weighted sum reads them where they are.
+Many pairs: sorted by expert for grouped matrix products (`grouped_experts`), whose results are not
+put back in order; the weighted sum reads them where they are.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimized import swiglu
-from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.change import Change, Contract, Implementation
 from optimized.combine import weighted_sum
+from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs
+from optimized.grouped_experts import GroupedKnobs, grouped_experts
 from optimized.triton_support import (
     OfflineCase,
     launch,
@@ -38,85 +37,6 @@ from optimized.triton_support import (
     row_stride,
     silu_fp32,
 )
-
-MAX_PAIRS = 64  # beyond, pairs share experts and a grouped matrix product reads less
-MAX_UNROLL = 20  # steps of the unrolled loops; more run out of registers and compile slowly
-MAX_TILE = 8192  # partial sums a program holds, of each matrix
-MAX_HELD = 160  # weights that a thread holds, in half as many registers
-MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsKnobs:
-    """Per kernel: `rows` of outputs a program, the `block` of the sum at a time, `warps`. The first
-    has `stages` of a pipelined loop, or 0 for an unrolled one; the second holds the weights of its
-    first `down_held` slots before the first is done."""
-
-    up_rows: int
-    up_block: int
-    up_warps: int
-    up_stages: int
-    down_rows: int
-    down_block: int
-    down_warps: int
-    down_held: int
-
-    @classmethod
-    def heuristic(cls, shape: Mapping[str, int]) -> "ExpertsKnobs":
-        up_block, down_block = _block(shape["D"], 1024), _block(shape["F"], 64)
-        rows = 8 if shape["F"] <= 512 else 4
-        a_slot = rows * down_block * triton.cdiv(shape["F"], down_block) // 128
-        return cls(
-            up_rows=2,
-            up_block=up_block,
-            up_warps=4,
-            up_stages=0,
-            down_rows=rows,
-            down_block=down_block,
-            down_warps=4,
-            down_held=min(shape["K"], MAX_HELD // max(1, a_slot)),
-        )
-
-    @classmethod
-    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
-        return {
-            "up_rows": (1, 2, 4, 8),
-            "up_block": (256, 512, 1024, 2048),
-            "up_warps": (2, 4, 8),
-            "up_stages": (0, 2, 3, 4, 6),
-            "down_rows": (2, 4, 8, 16),
-            "down_block": (64, 128, 256, 512),
-            "down_warps": (2, 4, 8),
-            "down_held": tuple(sorted({0, shape["K"] // 4, shape["K"] // 2, shape["K"]})),
-        }
-
-    def is_valid(self, shape: Mapping[str, int]) -> bool:
-        sizes = (
-            (self.up_rows, self.up_block, shape["D"]),
-            (self.down_rows, self.down_block, shape["F"]),
-        )
-        pieces = triton.cdiv(shape["F"], self.down_block)
-        staged = self.up_stages * (2 * self.up_rows + 1) * self.up_block * 2  # bytes
-        held = self.down_held * pieces * self.down_rows * self.down_block
-        return (
-            0 <= self.down_held <= shape["K"]
-            and staged <= MAX_STAGED
-            and held <= MAX_HELD * 32 * self.down_warps
-            and all(
-                triton.cdiv(width, block) <= MAX_UNROLL
-                and block < 2 * width
-                and rows * block <= MAX_TILE
-                for rows, block, width in sizes
-            )
-        )
-
-
-def _block(width: int, start: int) -> int:
-    """The smallest power of two from `start` up that covers `width` in ten steps or fewer."""
-    block = min(start, triton.next_power_of_2(width))
-    while triton.cdiv(width, block) > 10:
-        block *= 2
-    return block
 
 
 @triton.jit
@@ -238,9 +158,9 @@ def _piece(weight_ptr, expert, row, first, D: tl.constexpr, F: tl.constexpr, BLO
 
 
 def shape(node: Any, x: Tensor, weights: Tensor, experts: Tensor) -> dict[str, int]:
-    """P pairs, K experts a token, D hidden and F feed-forward width of a call."""
-    sizes = {"P": experts.numel(), "K": experts.shape[1]}
-    return {**sizes, "D": node.down_proj.shape[1], "F": node.down_proj.shape[2]}
+    """P pairs, K of E experts a token, D hidden and F feed-forward width of a call."""
+    count, width, inner = node.down_proj.shape
+    return {"P": experts.numel(), "K": experts.shape[1], "E": count, "D": width, "F": inner}
 
 
 def guard(node: Any, x: Tensor, weights: Tensor, experts: Tensor) -> str | None:
@@ -265,14 +185,15 @@ def guard(node: Any, x: Tensor, weights: Tensor, experts: Tensor) -> str | None:
     return outside_domain(x=x, gate_up_proj=node.gate_up_proj, down_proj=node.down_proj)
 
 
-def build(node: Any, knobs: ExpertsKnobs | None):
+def build(node: Any, knobs: ExpertsKnobs | GroupedKnobs | None):
     """(x [N, D] BF16, weights [N, K] FP32, experts [N, K] int64) -> [N, D] BF16."""
-    activate = swiglu.build(node.activate, None)
 
     def forward(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         if experts.numel() > MAX_PAIRS:
-            return many(node, x, weights, experts, activate)
-        return few(node, x, weights, experts, knobs)
+            chosen = knobs if isinstance(knobs, GroupedKnobs) else None
+            y, order = grouped_experts(node, x, experts, chosen)
+            return weighted_sum(y, weights, node.combine.scale, places=order.places)
+        return few(node, x, weights, experts, knobs if isinstance(knobs, ExpertsKnobs) else None)
 
     return forward
 
@@ -324,19 +245,6 @@ def few(
     return out
 
 
-def many(node: Any, x: Tensor, weights: Tensor, experts: Tensor, activate: Any) -> Tensor:
-    by_expert, order = experts.flatten().sort(stable=True)
-    every = torch.arange(node.gate_up_proj.shape[0], device=x.device)
-    ends = torch.searchsorted(by_expert, every, right=True).to(torch.int32)
-    grouped = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
-    rows = x[order // experts.shape[1]]
-    gate, up = grouped(rows, node.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-    y = grouped(activate(gate, up), node.down_proj.transpose(1, 2), offs=ends)
-    places = torch.empty_like(order)
-    places.scatter_(0, order, torch.arange(len(order), device=x.device))
-    return weighted_sum(y, weights, node.combine.scale, places=places)
-
-
 def offline_cases() -> list[OfflineCase]:
     """Beam whole, and on one of two and one of eight tensor-parallel ranks."""
     up = dict.fromkeys(("x_ptr", "weight_ptr", "hidden_ptr"), "*bf16")
@@ -373,7 +281,7 @@ CHANGE = Change(
             devices=("cuda",),
             build=build,
             guard=guard,
-            knobs=ExpertsKnobs,
+            knobs=RoutedKnobs,
             shape=shape,
         ),
     ),

@@ -27,6 +27,7 @@ INTERPRETED: bool = knobs.runtime.interpret
 # Triton <= 3.6 makes of them unless told otherwise.
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
+INTERPRETED_DOT = tl.constexpr(INTERPRETED)
 LOG2_E_HIGH = tl.constexpr(1.4426950216293335)  # log2(e) rounded to FP32
 LOG2_E_LOW = tl.constexpr(1.9259629911783190e-08)  # and what that lacks
 
@@ -154,6 +155,15 @@ def sigmoid_fp32(x):
 def silu_fp32(x):
     """x / (1 + e^-x) in FP32 with IEEE division, as PyTorch computes it."""
     return tl.math.div_rn(x, 1.0 + exp_fp32(-x))
+
+
+@triton.jit
+def dot_fp32(a, b, total):
+    """total + a b of BF16 matrices on tensor cores, sums in FP32. The interpreter's BF16 products
+    are wrong, so it gets FP32 ones; products of two BF16 values are exact there."""
+    if INTERPRETED_DOT:
+        return total + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, total)
 
 
 def row_stride(x: Tensor, inner: int = 1) -> int | None:

@@ -1,0 +1,104 @@
+"""Launch knobs of the routed experts: of few pairs, with weights read in place, and of many."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+
+from optimized.change import KnobValue
+from optimized.grouped_experts import GroupedKnobs
+
+MAX_PAIRS = 64  # beyond, pairs share experts and a grouped matrix product reads less
+MAX_UNROLL = 20  # steps of the unrolled loops; more run out of registers and compile slowly
+MAX_TILE = 8192  # partial sums a program holds, of each matrix
+MAX_HELD = 160  # weights that a thread holds, in half as many registers
+MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsKnobs:
+    """Per kernel: `rows` of outputs a program, the `block` of the sum at a time, `warps`. The first
+    has `stages` of a pipelined loop, or 0 for an unrolled one; the second holds the weights of its
+    first `down_held` slots before the first is done."""
+
+    up_rows: int
+    up_block: int
+    up_warps: int
+    up_stages: int
+    down_rows: int
+    down_block: int
+    down_warps: int
+    down_held: int
+
+    @classmethod
+    def heuristic(cls, shape: Mapping[str, int]) -> "ExpertsKnobs":
+        up_block, down_block = _block(shape["D"], 1024), _block(shape["F"], 64)
+        rows = 8 if shape["F"] <= 512 else 4
+        a_slot = rows * down_block * triton.cdiv(shape["F"], down_block) // 128
+        return cls(
+            up_rows=2,
+            up_block=up_block,
+            up_warps=4,
+            up_stages=0,
+            down_rows=rows,
+            down_block=down_block,
+            down_warps=4,
+            down_held=min(shape["K"], MAX_HELD // max(1, a_slot)),
+        )
+
+    @classmethod
+    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
+        return {
+            "up_rows": (1, 2, 4, 8),
+            "up_block": (256, 512, 1024, 2048),
+            "up_warps": (2, 4, 8),
+            "up_stages": (0, 2, 3, 4, 6),
+            "down_rows": (2, 4, 8, 16),
+            "down_block": (64, 128, 256, 512),
+            "down_warps": (2, 4, 8),
+            "down_held": tuple(sorted({0, shape["K"] // 4, shape["K"] // 2, shape["K"]})),
+        }
+
+    def is_valid(self, shape: Mapping[str, int]) -> bool:
+        sizes = (
+            (self.up_rows, self.up_block, shape["D"]),
+            (self.down_rows, self.down_block, shape["F"]),
+        )
+        pieces = triton.cdiv(shape["F"], self.down_block)
+        staged = self.up_stages * (2 * self.up_rows + 1) * self.up_block * 2  # bytes
+        held = self.down_held * pieces * self.down_rows * self.down_block
+        return (
+            0 <= self.down_held <= shape["K"]
+            and staged <= MAX_STAGED
+            and held <= MAX_HELD * 32 * self.down_warps
+            and all(
+                triton.cdiv(width, block) <= MAX_UNROLL
+                and block < 2 * width
+                and rows * block <= MAX_TILE
+                for rows, block, width in sizes
+            )
+        )
+
+
+def _block(width: int, start: int) -> int:
+    """The smallest power of two from `start` up that covers `width` in ten steps or fewer."""
+    block = min(start, triton.next_power_of_2(width))
+    while triton.cdiv(width, block) > 10:
+        block *= 2
+    return block
+
+
+class RoutedKnobs:
+    """`ExpertsKnobs` of few pairs, `GroupedKnobs` of many."""
+
+    def __new__(cls, **values: Any):
+        return (GroupedKnobs if "row_tile" in values else ExpertsKnobs)(**values)
+
+    @staticmethod
+    def heuristic(shape: Mapping[str, int]) -> ExpertsKnobs | GroupedKnobs:
+        return (GroupedKnobs if shape["P"] > MAX_PAIRS else ExpertsKnobs).heuristic(shape)
+
+    @staticmethod
+    def candidates(shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
+        return (GroupedKnobs if shape["P"] > MAX_PAIRS else ExpertsKnobs).candidates(shape)
