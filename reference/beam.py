@@ -31,7 +31,7 @@ from reference.beam_config import (
     parameter_count,
 )
 from reference.beam_moe import Combine, Experts, MoE, Router
-from reference.cache import KVCache, LayerCache, ring_positions, write_slots
+from reference.cache import KVCache, LayerCache, step_keys
 from reference.layers import Linear, ParallelProjection, RMSNorm, SwiGLU, rms_norm, rope
 from reference.numerics import set_numerics
 from reference.parallel import RankSum
@@ -150,18 +150,11 @@ class StepTables(nn.Module):
         p = positions.float()
         exponents = torch.arange(0, self.head_dim, 2, device=p.device).float() / self.head_dim
         angles = p[..., None] * (1.0 / self.rope_theta**exponents)
-        query = positions[..., None]  # [B, T, 1]
-        decode = positions.shape[1] == 1
-        held = ring_positions(positions[:, 0] + int(decode), self.window)
-        held = (held if decode else torch.cat((held, positions), dim=1))[:, None]  # [B, 1, S]
         return (
             angles.cos(),
             angles.sin(),
             torch.exp(0.1 * torch.log1p((p + 1) / self.ssmax_length)),
-            write_slots(positions, capacity, None),
-            write_slots(positions, capacity, self.window),
-            None if causal else torch.arange(extent, device=p.device) <= query,
-            (held >= 0) & (held <= query) & (held > query - self.window),
+            *step_keys(positions, capacity, extent, self.window, causal),
         )
 
 

@@ -29,6 +29,25 @@ class LayerCache:
         self.k[rows, slots] = k
         self.v[rows, slots] = v
 
+    def past(self, steps: int) -> tuple[Tensor, Tensor] | None:
+        """A copy of a ring's keys and values [B, W, Hkv, D], to be made before a step of several
+        tokens, which overwrites what its own first queries still see; None where nothing is lost.
+        """
+        if self.window is None or steps == 1:
+            return None
+        return self.k[:, :-1].clone(), self.v[:, :-1].clone()
+
+    def seen(
+        self, past: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor, extent: int
+    ) -> tuple[Tensor, Tensor]:
+        """What the queries of a step may see once its `k`, `v` [B, T, Hkv, D] are written: `extent`
+        keys and values of a full layer, a ring's W, or its `past` and the step's own, W + T.
+        """
+        if past is not None:
+            return torch.cat((past[0], k), dim=1), torch.cat((past[1], v), dim=1)
+        end = extent if self.window is None else -1
+        return self.k[:, :end], self.v[:, :end]
+
 
 @dataclass
 class KVCache:
@@ -76,3 +95,23 @@ def ring_positions(upto: Tensor, window: int) -> Tensor:
     last = upto[:, None] - 1
     slots = torch.arange(window, device=upto.device)
     return last - (last - slots) % window
+
+
+def step_keys(
+    positions: Tensor, capacity: int, extent: int, window: int, causal: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Where a step's keys go and which ones each query sees, from its positions [B, T] int64 alone:
+
+    full_slots, ring_slots [B, T] int64; full_mask [B, T, extent] bool, None where `causal` says it
+    all; ring_mask [B, T, W] bool for a decode, [B, T, W + T] for a prefill.
+    """
+    query = positions[..., None]  # [B, T, 1]
+    decode = positions.shape[1] == 1
+    held = ring_positions(positions[:, 0] + int(decode), window)
+    held = (held if decode else torch.cat((held, positions), dim=1))[:, None]  # [B, 1, S]
+    return (
+        write_slots(positions, capacity, None),
+        write_slots(positions, capacity, window),
+        None if causal else torch.arange(extent, device=positions.device) <= query,
+        (held >= 0) & (held <= query) & (held > query - window),
+    )

@@ -12,6 +12,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (scaled * weight.float()).to(x.dtype)
 
 
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension: FP32 inside, rounded once."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def centred_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * (1 + weight): the factor is rounded to the weight's dtype, the rest once."""
+    return rms_norm(x, 1 + weight, eps)
+
+
+def input_scaled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of x * (1 + weight): factor, product and result are rounded."""
+    scaled = x.float() * (1 + weight).float()
+    return unit_norm(scaled.to(x.dtype), eps)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -20,6 +37,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class CentredNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return centred_norm(x, self.weight, self.eps)
 
 
 class Linear(nn.Module):
@@ -56,6 +78,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+def rope_in_dtype(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Like `rope`, with tables in x's dtype and all four products and both sums rounded to it."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
 class SwiGLU(nn.Module):
     """silu(gate) * up: FP32 inside, rounded once; (gate [..., F], up [..., F]) -> [..., F]."""
 
@@ -63,3 +92,12 @@ class SwiGLU(nn.Module):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+class RoundedSwiGLU(nn.Module):
+    """silu(gate) * up, both rounded; (gate [..., F], up [..., F]) -> [..., F]."""
+
+    region = "rounded_swiglu"
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up

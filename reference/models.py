@@ -46,7 +46,7 @@ def load(model: str) -> ModelFile:
     """
     if model.endswith(".py"):
         module = _from_path(Path(model))
-    elif model in names():
+    elif model.replace("_", "-") in names():
         module = importlib.import_module(f"reference.{model.replace('-', '_')}")
     else:
         raise ValueError(

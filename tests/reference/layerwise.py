@@ -28,7 +28,7 @@ class Trace:
 
     def watch(self, model: Any) -> "Trace":
         """Record every call of the layers of `model` (ours or the published one) from now on."""
-        for i, layer in enumerate(model.model.layers):
+        for i, layer in enumerate(decoder(model).layers):
             chosen: list[Tensor] = []
             layer.register_forward_hook(self._layer(i, chosen))
             if hasattr(layer.mlp, "gate"):  # its last output is the experts, [B * T, K]
@@ -46,6 +46,11 @@ class Trace:
                 _append(self.routes, i, chosen.pop().unflatten(0, h.shape[:2]))
 
         return hook
+
+
+def decoder(model: Any) -> Any:
+    """The module that holds the layers, which stands deeper in a model with encoders."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def _append(record: dict[int, Tensor], key: int, step: Tensor) -> None:
@@ -77,7 +82,7 @@ def force(model: Beam) -> Beam:
 
 
 def run_layers(
-    model: Beam,
+    model: Any,
     trace: Trace,
     cuts: list[int],
     order: Tensor | None = None,
@@ -93,13 +98,13 @@ def run_layers(
     outputs: dict[int, Tensor] = {}
     for first, end in zip([0, *cuts], cuts, strict=False):
         step = model.step(small.positions(batch, first, end), cache)
-        for i, layer in enumerate(model.model.layers):
+        for i, layer in enumerate(decoder(model).layers):
             h = trace.inputs[i][:, first:end]
             h = h if order is None else h[..., order]
             for module in layer.modules():
                 if isinstance(module, ForcedRouter):
                     module.experts = trace.routes[i][:, first:end].flatten(0, 1)
-            norm = model.model.norm.weight  # of the next layer's input, which nothing here reads
+            norm = decoder(model).norm.weight  # of the next layer's input, which nothing here reads
             h, _ = layer(h, layer.input_layernorm(h), step, cache.layers[i], norm)
             _append(outputs, i, h if order is None else undo(h, order))
     return list(outputs.values())

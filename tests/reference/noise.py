@@ -10,8 +10,9 @@ inequality any two of them are at most twice that apart: this is the bound.
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,19 +83,24 @@ def permutation(size: int, generator: torch.Generator) -> Tensor:
 
 
 def reorderings(
-    model: nn.Module, config: BeamConfig, count: int, seed: int = 0
+    model: nn.Module,
+    config: Any,
+    count: int,
+    seed: int = 0,
+    permuted: Callable[..., dict[str, Tensor]] | None = None,
 ) -> Iterator[tuple[nn.Module, Tensor]]:
     """`count` times a model that computes the same function in another order, and the order of its
     hidden dimension: it maps h[..., order] to y[..., order].
 
-    `model` is a Beam, or anything with its parameter names. One copy is filled again each time.
+    `model` is a Beam, or anything with its parameter names, or `permuted` says how to reorder its
+    state dict. One copy is filled again each time.
     """
     twin = copy.deepcopy(model)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         order = permutation(config.hidden, generator)
-        twin.load_state_dict(_permuted(state, config, order, generator))
+        twin.load_state_dict((permuted or _permuted)(state, config, order, generator))
         yield twin, order
 
 

@@ -1,0 +1,91 @@
+"""Sizes by arithmetic: parameters, cache, shards, presets."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reference import muse_spark
+from reference.muse_spark_config import (
+    AudioConfig,
+    active_parameter_count,
+    kv_bytes_per_token,
+    parameter_count,
+)
+
+GIB, BILLION = 1 << 30, 10**9
+FULL = muse_spark.configs["full"]
+
+
+def test_full_model_is_816b_a42b() -> None:
+    """The active count with embedding and head, and without, which is the advertised one."""
+    assert abs(parameter_count(FULL) - 816 * BILLION) < 8.16 * BILLION
+    assert active_parameter_count(FULL) == 46_091_132_416
+    assert active_parameter_count(FULL, ends=False) == 42_780_777_984
+
+
+def test_active_counts_only_the_chosen_experts() -> None:
+    one_more = replace(FULL, top_k=9)
+    expert = 3 * 4096 * 4096
+    assert active_parameter_count(one_more) - active_parameter_count(FULL) == 62 * expert
+
+
+def test_kinds_of_layers() -> None:
+    """Counted back from the last: layers 1, 5, ..., 61 of the released model are full."""
+    full = [i for i in range(FULL.layers) if FULL.is_full(i)]
+    assert full == list(range(1, 62, 4))
+    assert len(full) == 16
+    kinds = {layer.kind for layer in muse_spark.build(FULL, "meta", 0).model.language_model.layers}
+    assert kinds == {"full", "sliding"}
+
+
+def test_kv_bytes_per_token() -> None:
+    assert kv_bytes_per_token(FULL) == 16 * 2 * 16 * 64 * 2
+    assert kv_bytes_per_token(muse_spark.configs["tp8-rank"]) == 9 * 2 * 2 * 64 * 2
+
+
+def test_the_cache_grows_by_that_and_rings_stay() -> None:
+    short, long = (muse_spark.cache(FULL, 1, capacity, "meta") for capacity in (10_000, 1_000_000))
+    assert long.nbytes - short.nbytes == 990_000 * kv_bytes_per_token(FULL)
+    rings = [layer for layer in long.layers if layer.window is not None]
+    assert len(rings) == 46
+    assert {tuple(layer.k.shape) for layer in rings} == {(1, 2048 + 1, 16, 64)}
+
+
+def test_one_rank_of_eight_fits_a_card_with_its_caches() -> None:
+    """34 layers of the 62, every kind in the model's ratio: 105 GiB of a card's 139."""
+    c = muse_spark.configs["tp8-rank"]
+    assert (c.tp, c.query_heads, c.kv_heads, c.expert_ff, c.vocabulary) == (8, 16, 2, 512, 25256)
+    assert (c.layers, sum(c.is_full(i) for i in range(c.layers))) == (34, 9)
+    same = "hidden", "head_dim", "experts", "expert_width", "top_k", "window"
+    assert [getattr(c, n) for n in same] == [getattr(FULL, n) for n in same]
+    state = muse_spark.build(c, "meta", 0).state_dict()
+    weights = sum(t.nbytes for t in state.values())
+    caches = [muse_spark.cache(c, batch, 100_000, "meta").nbytes for batch in (1, 8)]
+    assert round(weights / GIB, 1) == 105.3
+    assert [round(size / GIB, 2) for size in caches] == [0.45, 3.63]
+
+
+@pytest.mark.parametrize("tp", [3, 5, 32])
+def test_a_shard_that_does_not_divide_is_refused(tp: int) -> None:
+    with pytest.raises(ValueError, match=f"tp={tp} does not divide"):
+        FULL.shard(tp)
+
+
+def test_a_shard_is_not_sharded_again() -> None:
+    with pytest.raises(ValueError, match="tp=2 is a shard already"):
+        FULL.shard(2).shard(4)
+
+
+@pytest.mark.parametrize("name", muse_spark.configs)
+def test_router_and_gates_are_fp32_and_the_rest_is_not(name: str) -> None:
+    state = muse_spark.build(muse_spark.configs[name], "meta", 0).state_dict()
+    wide = ".mlp.gate.", "residual_gate.gate"
+    kinds = {t.dtype for n, t in state.items() if any(w in n for w in wide)}
+    assert kinds == {torch.float32}
+    others = {t.dtype for n, t in state.items() if not any(w in n for w in wide)}
+    assert others == {torch.bfloat16}
+
+
+def test_an_audio_token_is_80_ms_at_24_khz() -> None:
+    assert AudioConfig().samples_per_token == 1920
