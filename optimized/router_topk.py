@@ -1,4 +1,4 @@
-"""The router of a few tokens: FP32 logits, then grouped top-k and its weights; two kernels.
+"""The router: FP32 logits, then grouped top-k and its weights; two kernels for a few tokens.
 
     s       = sigmoid(float(x) W^T)                    FP32 throughout, no TF32
     groups  = the best G' of G by the sum of each group's two best s + b
@@ -7,7 +7,8 @@
 
 Ties go to the lower index, of groups and of experts. N tokens, D hidden, E experts in G groups of
 M = E / G. There is no BF16 rounding point. Moves 4 E D bytes of weights, 5.2 MB or 1.2 us at an
-H200's 4.33 TB/s (2026-11-29) for 256 x 5120.
+H200's 4.33 TB/s (2026-11-29) for 256 x 5120. Many tokens have their logits made on tensor cores
+(`router_matmul`).
 
 The choice is one warp's serial work, so it runs on integer keys in the floats' order: their
 warp-wide maximum is one instruction on NVIDIA since sm_80, where a float's takes ten.
@@ -20,9 +21,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.router_matmul import MatmulKnobs, router_logits
 from optimized.triton_support import (
     OfflineCase,
     launch,
@@ -34,7 +36,7 @@ from optimized.triton_support import (
     sigmoid_fp32,
 )
 
-MAX_TOKENS = 16  # beyond, a matrix product shares the weights between tokens
+MAX_TOKENS = 16  # of the logits' kernel here; beyond, a matrix product shares the weights
 MAX_EXPERTS = 1024  # one warp holds a token's scores
 MAX_UNROLL = 20  # steps of the unrolled loop
 LOWEST = tl.constexpr(-(2**31))
@@ -187,17 +189,15 @@ def router_choose_kernel(
     tl.store(experts_ptr + token * TOP_K + slot, chosen.to(tl.int64), mask=used)
 
 
-def shape(node: nn.Module, x: Tensor) -> dict[str, int]:
-    """N tokens and D hidden of a call."""
-    return {"N": x.shape[0], "D": x.shape[1]}
+def shape(node: Any, x: Tensor) -> dict[str, int]:
+    """N tokens, D hidden and E experts of a call."""
+    return {"N": x.shape[0], "D": x.shape[1], "E": len(node.weight)}
 
 
 def guard(node: Any, x: Tensor) -> str | None:
     """Why the kernels do not take this call, or None."""
     if x.dim() != 2:
         return f"x is {tuple(x.shape)}, the kernels take [N, D]"
-    if len(x) > MAX_TOKENS:
-        return f"{len(x)} tokens, the kernels take up to {MAX_TOKENS}"
     if x.stride(1) != 1:
         return "x is not contiguous"
     return outside_router(node, x.shape[1]) or outside_domain(x=x)
@@ -221,14 +221,32 @@ def outside_router(node: Any, width: int) -> str | None:
     return None
 
 
-def build(node: Any, knobs: RouterKnobs | None):
+class EitherKnobs:
+    """`RouterKnobs` of a few tokens, `MatmulKnobs` of many."""
+
+    def __new__(cls, **values: Any):
+        return (MatmulKnobs if "row_tile" in values else RouterKnobs)(**values)
+
+    @staticmethod
+    def heuristic(shape: Mapping[str, int]) -> RouterKnobs | MatmulKnobs:
+        return (MatmulKnobs if shape["N"] > MAX_TOKENS else RouterKnobs).heuristic(shape)
+
+    @staticmethod
+    def candidates(shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
+        return (MatmulKnobs if shape["N"] > MAX_TOKENS else RouterKnobs).candidates(shape)
+
+
+def build(node: Any, knobs: RouterKnobs | MatmulKnobs | None):
     """x [N, D] BF16 -> (weights [N, K] FP32, experts [N, K] int64)."""
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
         sizes = shape(node, x)
         tokens, width = sizes["N"], sizes["D"]
         count = node.weight.shape[0]
-        chosen = knobs or RouterKnobs.heuristic(sizes)
+        if tokens > MAX_TOKENS:
+            given = knobs if isinstance(knobs, MatmulKnobs) else None
+            return choose(node, router_logits(x, node.weight, given))
+        chosen = knobs if isinstance(knobs, RouterKnobs) else RouterKnobs.heuristic(sizes)
         logits = torch.empty((chosen.splits, tokens, count), device=x.device)
         if tokens == 0:
             return choose(node, logits)
@@ -305,7 +323,7 @@ def offline_cases() -> list[OfflineCase]:
 CHANGE = Change(
     name="router_topk",
     region="router",
-    summary="FP32 router for a few tokens: logits, then grouped top-k and weights in one warp",
+    summary="FP32 router: logits, on tensor cores for many tokens, then grouped top-k in one warp",
     contract=Contract(numerics="reduction"),
     implementations=(
         Implementation(
@@ -313,7 +331,7 @@ CHANGE = Change(
             devices=("cuda",),
             build=build,
             guard=guard,
-            knobs=RouterKnobs,
+            knobs=EitherKnobs,
             shape=shape,
         ),
     ),

@@ -136,7 +136,7 @@ def test_tf32_or_bf16_products_would_be_noticed():
 def test_guard_says_why():
     reference, x = node(TOY, 64), bf16(2, 64)
     assert refusal(CHANGE, reference, x) == ""
-    assert "17 tokens" in refusal(CHANGE, reference, bf16(17, 64))
+    assert refusal(CHANGE, reference, bf16(17, 64)) == ""
     assert "do not fit" in refusal(CHANGE, reference, bf16(2, 32))
     assert "powers of two" in refusal(CHANGE, node(replace(TOY, experts=24), 64), x)
     assert "torch.float32" in refusal(CHANGE, reference, x.float())
