@@ -7,6 +7,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from harness import cli
 
@@ -62,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     bench = add("bench", "the unchanged model eager, in a CUDA graph, and compiled")
     bench.add_argument("--target", default="decode-bs1", help="what is timed beside the prefill")
     bench.add_argument("--minutes", type=positive, default=10.0, help="for all baselines")
+    add_bench(bench)
     add("ceilings", "what this device can do at most, measured", model=False)
     add("rounding-points", "every tensor that the model rounds, with operator and source line")
     certify = add("certify", "judge again what a certificate certifies, and compare", model=False)
@@ -82,6 +84,26 @@ def parser() -> argparse.ArgumentParser:
     aa.add_argument("--comparisons", type=count, default=20, help="of the step with itself")
     aa.add_argument("--seconds", type=positive, default=2.0, help="for each comparison")
     return p
+
+
+def add_bench(command: argparse.ArgumentParser) -> None:
+    """Other things to bench than the baselines."""
+    what = command.add_mutually_exclusive_group()
+    what.add_argument("--peers", action="store_true", help="our kernels beside public ones")
+    what.add_argument(
+        "--curve", choices=("context", "batch"), help="step time against context, or against batch"
+    )
+    command.add_argument("--rows", type=counts, metavar="N,N", help="tokens of a step, for --peers")
+    command.add_argument(
+        "--against", nargs="+", default=[], metavar="NAME", help="peers, by how their names begin"
+    )
+    command.add_argument("--cold-l2", action="store_true", help="single calls after a flush")
+    command.add_argument("--plan", metavar="FILE|RUN", help="changes that are applied, and knobs")
+    command.add_argument("--out", type=Path, metavar="DIR", help="write the figures there, as JSON")
+    command.add_argument("--seconds", type=positive, default=0.4, help="for each comparison")
+    command.add_argument(
+        "--budget-minutes", type=positive, default=10.0, help="for --peers and --curve"
+    )
 
 
 def add_mutants(command: argparse.ArgumentParser) -> None:
@@ -113,6 +135,10 @@ def whole(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is below 0")
     return value
+
+
+def counts(text: str) -> list[int]:
+    return [count(part) for part in text.split(",")]
 
 
 def count(text: str) -> int:

@@ -20,6 +20,10 @@ DECODE = "decode-bs1"
 
 
 def bench(a: argparse.Namespace) -> int:
+    if a.peers:
+        from harness.command_peers import peers
+
+        return peers(a)
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     chosen = workload.target(a.target)
     targets = {"decode": workload.target(DECODE), "prefill": workload.target(PREFILL)}

@@ -1,0 +1,294 @@
+"""Our kernels against public ones for the same job: the same calls, in pairs, in CUDA graphs.
+
+A job is a chain of calls (`bench_jobs`); what is reported is the time of one call. Our kernel is
+timed against each peer that can be imported, against the region as PyTorch runs it (for a product,
+that is cuBLAS) and as torch.compile makes it. The judge says how each rounds under our contract.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.bench import Step, compare, default_mode, smallest_effect
+from harness.bench_jobs import Job, last_cache_bytes, record_jobs
+from harness.cases import REFUSALS
+from harness.ceilings import measure_ceilings
+from harness.errors import UserError
+from harness.record import Record
+from harness.records import Ceilings, Paired
+from harness.step import Mode
+from harness.workload import TARGETS, Target, Workload, target
+from optimized.catalog import changes
+from optimized.change import Change, apply_change, nodes, share
+from optimized.compiled import compile_node
+from optimized.peers.peer import Bound, Peer, peers
+from optimized.plan import Plan, make_knobs
+
+TORCH = "PyTorch"
+COMPILED = "torch.compile"
+OTHER_CONTEXT = 8192  # of a decode whose batch no target has
+FAILURES = (*REFUSALS, AssertionError, ImportError, OSError)
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerRow(Record):
+    """One of our kernels against one peer at so many rows; without figures `absent` says why."""
+
+    region: str
+    job: str
+    shapes: str
+    rows: int
+    change: str  # ours: "name (backend)"
+    peer: str
+    ours_us: float | None  # of one call
+    peer_us: float | None
+    ratio: float | None  # peer / ours: above 1, ours is faster
+    ratio_interval: tuple[float, float] | None  # 95%
+    mde: float | None  # the smallest part of our time that this run could tell from none
+    bytes: int | None  # that one call has to move
+    read_share: float | None  # of the read bandwidth, by ours
+    calls: int  # in a row
+    absent: str | None
+    note: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.ratio is None) != (self.absent is not None):
+            raise ValueError(f"{self.peer}: either a ratio or a reason for its absence")
+
+    @property
+    def outcome(self) -> str:
+        """ "faster", "slower" or "equal": what ours is beside the peer, beyond noise."""
+        if self.ratio is None or self.ratio_interval is None or self.mde is None:
+            return "-"
+        low, high = self.ratio_interval
+        if abs(self.ratio - 1) <= self.mde or low <= 1 <= high:
+            return "equal"
+        return "faster" if self.ratio > 1 else "slower"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ours:
+    """One of our changes in a module tree of its own."""
+
+    change: Change
+    backend: str
+    tree: nn.Module
+
+    @property
+    def label(self) -> str:
+        return f"{self.change.name} ({self.backend})"
+
+
+class PeerBench:
+    """Times rows of peers until `deadline` (on `time.monotonic`); what is left says so.
+
+    `plan` says which of our changes with which knobs; without one, each in the catalog that runs
+    on the device, with its heuristic knobs. `against` names the peers by how their names begin.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        deadline: float,
+        plan: Plan | None = None,
+        cold_l2: bool = False,
+        pair_s: float = 0.4,
+        against: Sequence[str] = (),
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.workload, self.deadline = workload, deadline
+        self.cold_l2, self.pair_s, self.note = cold_l2, pair_s, note
+        self.device = workload.device
+        self.mode: Mode = default_mode(self.device)
+        self.against = tuple(against)
+        self.peers = peers()
+        self.absent = {p.name: p.absent(self.device.type) for p in self.peers}
+        self.ours = list(self._ours(plan))
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        return measure_ceilings(self.device)
+
+    @property
+    def spent(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def _ours(self, plan: Plan | None) -> Iterator[Ours]:
+        lines = {line.name: line for line in plan.changes} if plan else {}
+        known = [line.change() for line in lines.values()] if plan else changes().values()
+        for change in known:
+            fitting = [i.backend for i in change.implementations if self.device.type in i.devices]
+            if not fitting or not nodes(self.workload.model, change.region):
+                continue
+            line = lines.get(change.name)
+            knobs = make_knobs(change, line) if line else None
+            backend, tree = line.backend if line else fitting[0], share(self.workload.model)
+            apply_change(tree, change, backend, knobs)
+            yield Ours(change=change, backend=backend, tree=tree)
+
+    def rivals(self, region: str) -> list[Peer]:
+        """What ours is timed against: PyTorch, torch.compile, and the libraries' functions."""
+        known = [
+            universal(TORCH, region, lambda node: node.forward),
+            universal(COMPILED, region, lambda node: compile_node(node, {})),
+            *(peer for peer in self.peers if peer.region == region),
+        ]
+        return [p for p in known if not self.against or p.name.startswith(self.against)]
+
+    def rows(self, counts: Sequence[int]) -> Iterator[PeerRow]:
+        """Every region at `counts` rows, the ends first."""
+        cache = last_cache_bytes(self.device)
+        regions = list(dict.fromkeys(ours.change.region for ours in self.ours))
+        for count in ends_first(counts):
+            chosen = target_of(count, self.workload)
+            if self.spent:
+                self.note(f"{chosen.describe()}: left out, the budget is spent")
+                continue
+            try:
+                inputs = self.workload.inputs(chosen, seed=self.workload.seed)
+                jobs = record_jobs(self.workload.model, regions, inputs, cache)
+            except torch.OutOfMemoryError:
+                self.note(f"{chosen.describe()}: left out, too large for the memory that is free")
+                continue
+            finally:
+                inputs = None
+            self.note(f"{chosen.describe()}: {len(jobs)} kinds of calls")
+            for job in jobs:
+                for ours in self.ours:
+                    if ours.change.region == job.region:
+                        yield from self._job(job, ours, cache)
+                job.calls.clear()  # a prefill's arguments are large
+
+    def _job(self, job: Job, ours: Ours, cache: int) -> Iterator[PeerRow]:
+        mine = [ours.tree.get_submodule(name) for name in job.names]
+        declined = getattr(mine[0], "declines", None)
+        reason = declined(*job.calls[0]) if declined is not None else None
+        note = f"the reference runs, our kernel declines: {reason}" if reason else None
+        calls = 1 if self.cold_l2 else job.chain(cache)
+        self.note(f"  {job.label} ({job.region}), {calls} calls in a row")
+        chain = [_call(node.forward, args) for node, args in zip(mine, job.calls, strict=True)]
+        with self._step(chain, calls) as step:
+            effect = None
+            for rival in self.rivals(job.region):
+                absent = self.absent.get(rival.name)
+                if absent is None and self.spent:
+                    absent = "the budget was spent before"
+                pair = None
+                if absent is None:
+                    if effect is None:
+                        effect = self._effect(step)
+                    absent, pair = self._against(step, effect, job, rival, calls)
+                yield self._row(job, ours, rival.name, pair, calls, absent, note)
+
+    def _effect(self, step: Step) -> float:
+        return smallest_effect(step, budget_s=self.pair_s, cold_l2=self.cold_l2)
+
+    def _against(
+        self, step: Step, effect: float, job: Job, rival: Peer, calls: int
+    ) -> tuple[str | None, Paired | None]:
+        """Why there is no comparison, or the comparison: base is the rival, candidate is ours."""
+        try:
+            theirs = list(self._bound(job, rival))
+            with self._step(theirs, calls) as base:
+                options: Any = {"budget_s": self.pair_s, "cold_l2": self.cold_l2}
+                return None, compare(base, step, effect, **options)
+        except (*FAILURES, UserError) as error:
+            first = (str(error).splitlines() or [""])[0]
+            return f"{type(error).__name__}: {first}", None
+
+    def _bound(self, job: Job, rival: Peer) -> Iterator[Call]:
+        for name, args in zip(job.names, job.calls, strict=True):
+            node = self.workload.model.get_submodule(name)
+            reason = rival.guard(node, *args) if rival.guard is not None else None
+            if reason is not None:
+                raise ValueError(reason)
+            yield rival.bind(node, *args).run
+
+    def _step(self, chain: Sequence[Call], calls: int) -> Step:
+        def run(_: torch.Tensor) -> Any:
+            result = None
+            for i in range(calls):
+                result = chain[i % len(chain)]()
+            return result
+
+        return Step(run, (torch.empty(0, device=self.device),), self.mode)
+
+    def _row(
+        self,
+        job: Job,
+        ours: Ours,
+        rival: str,
+        pair: Paired | None,
+        calls: int,
+        absent: str | None,
+        note: str | None,
+    ) -> PeerRow:
+        mine = None if pair is None else pair.candidate_us / calls
+        share_ = None
+        if mine is not None:
+            share_ = job.nbytes / mine / 1e3 / self.ceilings.read_gb_per_s
+        return PeerRow(
+            region=job.region,
+            job=job.label,
+            shapes=job.shapes,
+            rows=job.rows,
+            change=ours.label,
+            peer=rival,
+            ours_us=mine,
+            peer_us=None if pair is None else pair.base_us / calls,
+            ratio=None if pair is None else 1 + pair.gain_us / pair.candidate_us,
+            ratio_interval=None if pair is None else _ratios(pair),
+            mde=None if pair is None else pair.mde_us / pair.candidate_us,
+            bytes=job.nbytes,
+            read_share=share_,
+            calls=calls,
+            absent=absent,
+            note=note,
+        )
+
+
+def universal(name: str, region: str, forward: Callable[[nn.Module], Callable[..., Any]]) -> Peer:
+    """A way to run any region, as a peer."""
+
+    def bind(node: nn.Module, *args: Any) -> Bound:
+        return Bound(run=_call(forward(node), args))
+
+    both = "cpu", "cuda"
+    return Peer(name=name, region=region, library="torch", bind=bind, devices=both)
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Call:
+    return lambda: function(*args)
+
+
+def _ratios(pair: Paired) -> tuple[float, float]:
+    ends = [1 + g / c for g in pair.gain_interval_us for c in pair.candidate_interval_us]
+    return min(ends), max(ends)
+
+
+def ends_first(counts: Sequence[int]) -> list[int]:
+    """In the order in which a run that is stopped early still says most: the ends, then halves."""
+    left = sorted(set(counts))
+    found = [left.pop(0)] if left else []
+    if left:
+        found.append(left.pop())
+    while left:
+        found.append(left.pop(len(left) // 2))
+    return found
+
+
+def target_of(rows: int, workload: Workload) -> Target:
+    """The target whose step has so many tokens, else a decode of that batch."""
+    for known in TARGETS.values():
+        if known.batch * known.tokens == rows:
+            return target(known.name, toy=workload.toy)
+    context = OTHER_CONTEXT // (64 if workload.toy else 1)
+    return Target(name=f"decode-bs{rows}", batch=rows, tokens=1, context=context)

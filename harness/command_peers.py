@@ -1,0 +1,133 @@
+"""`python -m harness bench --peers`: our kernels beside public ones, in one run."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import cli
+from harness.bench_peers import COMPILED, TORCH, PeerBench, PeerRow
+from harness.bench_verdicts import PeerVerdict, verdicts
+from harness.environment import environment
+from harness.errors import ExitCode, UserError
+from harness.workload import Workload
+from optimized.plan import Plan
+
+ROWS = {"cuda": (1, 8, 128, 16384), "cpu": (1, 8)}
+NAME = "peers.json"
+GENERAL = TORCH, COMPILED  # ways to run any region; no library's kernels
+
+
+def peers(a: argparse.Namespace) -> int:
+    """Exit code 1 if one of our kernels is slower than a library's for the same job."""
+    deadline = time.monotonic() + 60 * a.budget_minutes
+    workload = Workload.load(a.model, a.preset, a.device, a.seed)
+    kind = workload.device.type
+    here = environment(workload.device)
+    progress(f"{workload.name} {workload.preset} on {here.device_name}")
+    bench = PeerBench(
+        workload,
+        deadline=deadline,
+        plan=load_plan(a.plan),
+        cold_l2=a.cold_l2,
+        pair_s=a.seconds,
+        against=a.against,
+        note=progress,
+    )
+    rows = list(bench.rows(a.rows or ROWS[kind]))
+    judged = list(verdicts(bench, progress))
+    output = {
+        "model": workload.name,
+        "preset": workload.preset,
+        "environment": here.to_json(),
+        "read_gb_per_s": bench.ceilings.read_gb_per_s,
+        "cold_l2": a.cold_l2,
+        "absent": {name: why for name, why in bench.absent.items() if why is not None},
+        "rows": [{**row.to_json(), "outcome": row.outcome} for row in rows],
+        "verdicts": [verdict.to_json() for verdict in judged],
+    }
+    if a.out is not None:
+        write(a.out, NAME, output)
+    if a.json:
+        print(json.dumps(output, indent=2))
+    else:
+        show(bench, rows, judged)
+    slower = [r for r in rows if r.outcome == "slower" and r.peer not in GENERAL]
+    return ExitCode.FOUND if slower else ExitCode.DONE
+
+
+def show(bench: PeerBench, rows: list[PeerRow], judged: list[PeerVerdict]) -> None:
+    words = {(v.region, v.peer): v.words() for v in judged}
+    cli.print_table(
+        "us of one call; ratio = peer / ours, above 1 ours is faster",
+        ("job", "ours", "peer", "rows", "ours us", "peer us", "ratio [95%]", "detectable")
+        + ("MB", "of read bandwidth", "ours is", "peer under our contract"),
+        [
+            (
+                row.job,
+                row.change,
+                row.peer,
+                row.rows,
+                us(row.ours_us),
+                us(row.peer_us),
+                ratio(row),
+                "-" if row.mde is None else f"{row.mde:.1%}",
+                "-" if row.bytes is None else f"{row.bytes / 1e6:.3g}",
+                "-" if row.read_share is None else f"{row.read_share:.0%}",
+                row.outcome,
+                words.get((row.region, row.peer), "-"),
+            )
+            for row in rows
+            if row.absent is None
+        ],
+        left=3,
+    )
+    for name, why in bench.absent.items():
+        if why is not None:
+            print(f"absent: {name}: {why}")
+    for row in rows:
+        if row.absent is not None and bench.absent.get(row.peer) is None:
+            print(f"not timed: {row.peer}, {row.job}, {row.rows} rows: {row.absent}")
+    for row in {(r.job, r.rows): r for r in rows if r.note}.values():
+        print(f"note: {row.job}, {row.rows} rows: {row.note}")
+    for verdict in judged:
+        if not verdict.passed:
+            print(f"{verdict.peer} under the contract of {verdict.contract}: {verdict.words()}")
+    library = [r for r in rows if r.ratio is not None and r.peer not in GENERAL]
+    slower = [r for r in library if r.outcome == "slower"]
+    print(f"slower than a library's kernel at {len(slower)} of {len(library)} points")
+
+
+def ratio(row: PeerRow) -> str:
+    if row.ratio is None or row.ratio_interval is None:
+        return "-"
+    low, high = row.ratio_interval
+    return f"{row.ratio:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def us(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def load_plan(given: str | None) -> Plan | None:
+    """The plan in a file, or of a run's directory."""
+    if given is None:
+        return None
+    path = Path(given)
+    path = path / "plan.toml" if path.is_dir() else path
+    try:
+        return Plan.load(path)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def write(folder: Path, name: str, output: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(output, indent=1) + "\n")
+    progress(f"written to {folder / name}")
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
