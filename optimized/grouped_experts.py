@@ -267,22 +267,13 @@ def _down_tile(
     tl.store(y, total.to(tl.bfloat16), mask=stored)
 
 
-def grouped_experts(
-    node: Any, x: Tensor, experts: Tensor, knobs: GroupedKnobs | None
-) -> tuple[Tensor, SortedPairs]:
-    """x [N, D] BF16 with contiguous rows, experts [N, K] int64 -> every pair's output [P, D] BF16
-    in the sorted order, and that order. P may not be 0."""
-    count, width, inner = node.down_proj.shape
-    pairs = experts.numel()
-    sizes = {"P": pairs, "E": count, "D": width, "F": inner}
-    chosen = knobs or GroupedKnobs.heuristic(sizes)
-    order = sort_pairs(experts, count, chosen.row_tile)
-    hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    y = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    tiles = len(order.tiles)
+def up_product(node: Any, x: Tensor, order: SortedPairs, knobs: GroupedKnobs) -> Tensor:
+    """x [N, D] BF16 with contiguous rows -> every pair's hidden values [P, F] BF16, sorted."""
+    width, inner = node.down_proj.shape[1:]
+    hidden = torch.empty((len(order.tokens), inner), dtype=x.dtype, device=x.device)
     launch(
         grouped_up_kernel,
-        (tiles * triton.cdiv(inner, chosen.up_columns),),
+        (len(order.tiles) * triton.cdiv(inner, knobs.up_columns),),
         x,
         order.tokens,
         order.tiles,
@@ -292,15 +283,22 @@ def grouped_experts(
         x.stride(0),
         D=width,
         F=inner,
-        ROWS=chosen.row_tile,
-        COLUMNS=chosen.up_columns,
-        BLOCK=chosen.up_block,
-        STAGES=chosen.up_stages,
-        num_warps=chosen.up_warps,
+        ROWS=knobs.row_tile,
+        COLUMNS=knobs.up_columns,
+        BLOCK=knobs.up_block,
+        STAGES=knobs.up_stages,
+        num_warps=knobs.up_warps,
     )
+    return hidden
+
+
+def down_product(node: Any, hidden: Tensor, order: SortedPairs, knobs: GroupedKnobs) -> Tensor:
+    """hidden [P, F] BF16, sorted -> every pair's output [P, D] BF16, sorted."""
+    width, inner = node.down_proj.shape[1:]
+    y = torch.empty((len(hidden), width), dtype=hidden.dtype, device=hidden.device)
     launch(
         grouped_down_kernel,
-        (tiles * triton.cdiv(width, chosen.down_columns),),
+        (len(order.tiles) * triton.cdiv(width, knobs.down_columns),),
         hidden,
         order.tiles,
         order.used,
@@ -308,13 +306,25 @@ def grouped_experts(
         y,
         D=width,
         F=inner,
-        ROWS=chosen.row_tile,
-        COLUMNS=chosen.down_columns,
-        BLOCK=chosen.down_block,
-        STAGES=chosen.down_stages,
-        num_warps=chosen.down_warps,
+        ROWS=knobs.row_tile,
+        COLUMNS=knobs.down_columns,
+        BLOCK=knobs.down_block,
+        STAGES=knobs.down_stages,
+        num_warps=knobs.down_warps,
     )
-    return y, order
+    return y
+
+
+def grouped_experts(
+    node: Any, x: Tensor, experts: Tensor, knobs: GroupedKnobs | None
+) -> tuple[Tensor, SortedPairs]:
+    """x [N, D] BF16 with contiguous rows, experts [N, K] int64 -> every pair's output [P, D] BF16
+    in the sorted order, and that order. P may not be 0."""
+    count, width, inner = node.down_proj.shape
+    sizes = {"P": experts.numel(), "E": count, "D": width, "F": inner}
+    chosen = knobs or GroupedKnobs.heuristic(sizes)
+    order = sort_pairs(experts, count, chosen.row_tile)
+    return down_product(node, up_product(node, x, order, chosen), order, chosen), order
 
 
 def offline_cases() -> list[OfflineCase]:
