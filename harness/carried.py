@@ -83,7 +83,7 @@ class Carried(torch.Tensor):
         return self._value
 
     @property
-    def narrow(self) -> bool:
+    def is_narrow(self) -> bool:
         """Whether the value is held in the advertised dtype."""
         return self.value.dtype == self.dtype
 

@@ -129,7 +129,7 @@ class Engine(State, TorchDispatchMode):
         if len(dtypes) > 1:
             dtype = DTYPES.of(func, args, kwargs)[0] or only
         swap: dict[int, Tensor] = {}
-        wide = any(f.dtype != dtype or not f.narrow for f in floats)
+        wide = any(f.dtype != dtype or not f.is_narrow for f in floats)
         for f in floats:  # a scalar takes the tensor's dtype, with its rounding
             if dtype in LOW and f.dtype != dtype and not f.ndim and self.plan.rounds:
                 swap[id(f)] = f.value.to(dtype).to(self.plan.wide(f.dtype))
@@ -191,7 +191,7 @@ class Engine(State, TorchDispatchMode):
             given = substitutes.keywords(func, args, kwargs)
             a, b = given["self"], given["mat2"]
             dtype = self.plan.wide(a.dtype)
-            if self.noise and self.noise.noise.reorder and a.narrow and b.narrow and not swap:
+            if self.noise and self.noise.noise.reorder and a.is_narrow and b.is_narrow and not swap:
                 return func(*self.noise.grouped(a.value, b.value, given["offs"]), given["offs"])
             product = self.noise.product if self.noise else _wide_product(dtype)
             return substitutes.grouped_mm(a.value, b.value, given["offs"], product, dtype)
@@ -224,7 +224,7 @@ class Engine(State, TorchDispatchMode):
             q, k, v = (self._open(x, found) for x in (query, key, value))
             mask = attn_mask if lazy else self._open(attn_mask, found)
             given = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-            as_is = self.plan.rounds and not self.plan.add and all(f.narrow for f in found)
+            as_is = self.plan.rounds and not self.plan.add and all(f.is_narrow for f in found)
             if as_is:
                 if self.noise is not None and self.noise.noise.reorder:
                     q, k = self.noise.reordered(q, k)

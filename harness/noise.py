@@ -118,7 +118,7 @@ class Perturbation:
 
     def _operands(self, operands: Any, state: Any) -> list[Tensor]:
         """As the library multiplies them: in their own dtype while they are rounded."""
-        narrow = all(x.narrow for x in operands if isinstance(x, Carried))
+        narrow = all(x.is_narrow for x in operands if isinstance(x, Carried))
         return [state.values(x, not narrow) for x in operands]
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:

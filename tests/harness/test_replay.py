@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from harness.carried import Carried
 from harness.replay import GOLDEN, NATIVE, ROUNDED, Noise, Plan, named_results, replay
 from harness.trees import map_tensors, same_bits
 from tests.harness.judged import case_of, mini, recorded, regions
@@ -237,3 +238,12 @@ def test_fused_multiply_adds_round_once() -> None:
         name = f"out[{place}]"
         assert same_bits(fused.outputs[name], by_hand)
         assert not same_bits(fused.outputs[name], first.outputs[name])
+
+
+def test_a_model_may_use_any_method_of_its_tensors() -> None:
+    """`narrow` was once hidden by a property of that name."""
+    x = bf16(3, 8)
+    run = replay(lambda x: x.narrow(1, 2, 4) * 3, (x,), Plan(carry=None, name=True))
+    assert same_bits(run.results["out"], x[:, 2:6] * 3)
+    own = set(vars(Carried)) - set(vars(nn.Module))
+    assert {n for n in own if not n.startswith("_") and hasattr(Tensor, n)} == set()
