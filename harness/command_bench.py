@@ -24,6 +24,10 @@ def bench(a: argparse.Namespace) -> int:
         from harness.command_peers import peers
 
         return peers(a)
+    if a.curve:
+        from harness.command_curve import curves
+
+        return curves(a)
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     chosen = workload.target(a.target)
     targets = {"decode": workload.target(DECODE), "prefill": workload.target(PREFILL)}
