@@ -13,9 +13,10 @@ class BudgetSpent(Exception):
 
 @dataclass
 class Budget:
-    """`minutes` of wall time from now."""
+    """`minutes` of wall time, of which `used_s` seconds went by before now."""
 
     minutes: float
+    used_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
     started_s: float = field(init=False)
 
@@ -28,7 +29,7 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        return self.total_s - (self.clock() - self.started_s)
+        return self.total_s - self.used_s - (self.clock() - self.started_s)
 
     def share_s(self, fraction: float, *, at_most_s: float) -> float:
         """Seconds that one measurement may take: a fraction of the whole, with a cap."""

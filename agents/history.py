@@ -2,11 +2,32 @@
 
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 from harness.ledger import Ledger
-from harness.records import Attempt, Baseline, Status
+from harness.records import Attempt, Baseline, Record, Status
 
 MAX_DEATHS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Record):
+    """A change as it is when it is begun: what is known of it, should it end the run's process."""
+
+    index: int
+    name: str
+    region: str
+    backend: str
+    predicted_us: float | None
+    bound_us: float | None
+    control: str | None
+    parent: str | None
+
+    def ended(self, status: Status, reason: str, seconds: float, **found: Any) -> Attempt:
+        """Its outcome; `found` are the fields of an Attempt that are known by then."""
+        known = {"knobs": {}, "region_verdict": None, "model_verdict": None, "latency": None}
+        outcome = {"status": status, "reason": reason, "seconds": round(seconds, 1)}
+        return Attempt(**self.to_json(), **known | found, **outcome)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """The loop: profile, propose, check, measure, record. The ledger is its only memory."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from agents import controls
 from agents.budget import BudgetSpent
-from agents.history import MAX_DEATHS
+from agents.faults import Renew, card_is_lost
+from agents.given import UNKNOWN, Given
+from agents.history import MAX_DEATHS, Started
 from agents.measure import Steps
 from agents.policy import Decision, decide
 from agents.proposers.auto import PROPOSERS
@@ -19,7 +22,8 @@ from harness import judge
 from harness.domains import judge_with_domain
 from harness.errors import SelfTestError, UserError
 from harness.records import Attempt, Audit, Latency, Status, Verdict
-from optimized.change import KnobValue, apply_change, limit, nodes, share
+from optimized.catalog import load_change
+from optimized.change import Change, KnobValue, apply_change, limit, nodes, share
 from optimized.inductor import region_source
 from optimized.plan import Enabled, make_knobs
 
@@ -54,13 +58,16 @@ class Loop:
         session: Session,
         proposer: str,
         max_changes: int | None,
+        given: Sequence[str] = (),
         *,
         require_sandbox: bool = False,
     ) -> None:
-        """With `require_sandbox`, no candidate runs in this process before a worker's verdict."""
+        """Change files `given` are tried first. Neither they nor, with `require_sandbox`, any
+        candidate runs in this process before a worker's verdict."""
         self.session, self.require_sandbox = session, require_sandbox
         self.gate: Gate | None = None
-        self.proposer = PROPOSERS[proposer]()
+        self.given = given
+        self.proposer = Given(given, PROPOSERS[proposer](), self.look)
         self.max_changes = max_changes
         self.workload, self.ledger = session.workload, session.ledger
         self.history, self.progress = session.history, session.progress
@@ -70,8 +77,7 @@ class Loop:
         reason = "done"
         try:
             if self.require_sandbox:  # first of all, for it may be refused
-                say = self.progress.done
-                self.gate = Gate(self.session.reference, self.workload, self.ledger, say)
+                self.open_gate()
             self.session.prepare()
             self.offer_controls()
             self.search()
@@ -85,6 +91,16 @@ class Loop:
             self.session.finish()
         self.ledger.append("stopped", {"reason": reason})
         return reason
+
+    def open_gate(self) -> Gate:
+        if self.gate is None:
+            given = self.session.reference, self.workload, self.ledger, self.progress.done
+            self.gate = Gate(*given, required=self.require_sandbox)
+        return self.gate
+
+    def look(self, file: str) -> tuple[Change, str] | None:
+        self.progress.stage(f"looking at {file} in the sandbox")
+        return self.open_gate().look(file)
 
     def offer_controls(self) -> None:
         """The keep rule must refuse a change that does nothing and one that slows the step."""
@@ -150,9 +166,10 @@ class Loop:
         started = time.monotonic()
         index = len(self.history.attempts) + 1
         deaths = self.history.deaths(name, backend)
-        self.ledger.append("started", {"index": index, "name": name, "backend": backend})
+        begun = self.begun(suggestion, index, control)
+        self.ledger.append("started", begun)
         self.progress.stage(f"change {index}: {name} ({backend})")
-        outcome = Outcome()
+        outcome, lost = Outcome(), False
         weights = self.session.weights
         if deaths >= MAX_DEATHS:
             outcome.failure = f"the run died {deaths} times while this change was tried"
@@ -161,10 +178,11 @@ class Loop:
                 self.try_change(suggestion, outcome, gated=control is None)
             except (UserError, BudgetSpent):
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever a candidate raises is a finding
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises is a finding
                 first = next(iter(str(error).strip().splitlines()), "")
                 outcome.failure = f"{type(error).__name__}: {first}"
-        spoilt = weights.changed(self.session.reference)
+                lost = card_is_lost(error)
+        spoilt = None if lost else weights.changed(self.session.reference)
         if spoilt is not None:
             outcome.failure = f"it changed the reference's weight {spoilt}"
         decision = self.decision(outcome)
@@ -177,17 +195,19 @@ class Loop:
                 status=Status.FAILED,
                 reason=f"its audit failed, though it is honest: {outcome.audit.reason}",
             )
-        attempt = self.record(suggestion, outcome, decision, index, control, started)
+        attempt = self.record(begun, outcome, decision, started)
         if outcome.model is not None:
             source = self.save_source(attempt, outcome.model)
             attempt = replace(attempt, generated_source=source)
         self.ledger.append("attempt", attempt)
         style = "green" if attempt.status is Status.KEPT else "dim"
         self.progress.done(f"{attempt.status}: {name} ({backend}): {attempt.reason}", style)
+        if lost:
+            raise Renew(f"{name} ({backend}) broke the card for this process")
         if spoilt is not None:
-            raise SelfTestError(
+            raise Renew(
                 f"{name} ({backend}) changed the reference's weight {spoilt}: no later verdict of "
-                "this process can be trusted. Continue without that change, with --resume"
+                "this process can be trusted"
             )
         if attempt.status is Status.KEPT and outcome.model and outcome.steps and outcome.latency:
             self.session.adopt(outcome.model, outcome.steps, outcome.latency)
@@ -196,18 +216,38 @@ class Loop:
             outcome.steps.close()
         return attempt
 
+    def begun(self, suggestion: Suggestion, index: int, control: str | None) -> Started:
+        proposal, kept = suggestion.proposal, self.history.kept
+        return Started(
+            index=index,
+            name=proposal.change,
+            region=proposal.region,
+            backend=proposal.backend,
+            predicted_us=None if control else proposal.predicted_us,
+            bound_us=None if control else proposal.bound_us,
+            control=control,
+            parent=kept[-1].id if kept else None,
+        )
+
     def try_change(self, suggestion: Suggestion, outcome: Outcome, *, gated: bool) -> None:
         """Tune, apply, judge and time a change; what comes of it goes to `outcome`. The run's own
         controls are not `gated`."""
         session, measure = self.session, self.session.measure
         change, backend = suggestion.change, suggestion.proposal.backend
-        if self.gate is not None and gated:
+        name = suggestion.proposal.change
+        foreign = name in self.given
+        if foreign or (self.require_sandbox and gated):
+            self.progress.part("region verdict in the sandbox")
             seed = self.workload.seed + len(self.history.attempts)
-            verdict = self.gate.verdict(suggestion.proposal.change, backend, seed)
+            asked = None if backend == UNKNOWN else backend
+            verdict = self.open_gate().verdict(name, asked, seed)
             if not verdict.passed:
                 outcome.region_verdict = verdict
                 return
+        if foreign:
+            change = load_change(name)
         if self.workload.device.type == "cuda":
+            self.progress.part("tuning")
             outcome.knobs = tune(
                 session.current,
                 change,
@@ -219,6 +259,7 @@ class Loop:
         enabled = Enabled(name=change.name, backend=backend, knobs=outcome.knobs)
         outcome.model = share(session.current)
         where = storages(outcome.model)
+        self.progress.part("region verdict")
         apply_change(outcome.model, change, backend, make_knobs(change, enabled))
         if storages(outcome.model) != where:
             session.rebase()  # packing moved weights that a captured graph still points to
@@ -238,6 +279,7 @@ class Loop:
         assert outcome.region_verdict.domain is not None  # it passed
         if session.guards:
             limit(outcome.model, change, outcome.region_verdict.domain)  # what is timed was judged
+        self.progress.part("timing")
         outcome.steps = measure.steps(outcome.model)
         effects = self.history.effect_us()
         outcome.latency = measure.latency(session.base, outcome.steps, effects)
@@ -247,8 +289,10 @@ class Loop:
             session.calibrate()  # a faster model may show smaller effects
             effects = self.history.effect_us()
             outcome.latency = measure.latency(session.base, outcome.steps, effects)
+        self.progress.part("audit")
         outcome.audit = measure.audit(session.base, outcome.steps)
         if self.decision(outcome).status is Status.KEPT:
+            self.progress.part("layers' verdict")
             outcome.model_verdict = judge.judge_model(
                 session.reference,
                 outcome.model,
@@ -286,30 +330,15 @@ class Loop:
         )
 
     def record(
-        self,
-        suggestion: Suggestion,
-        outcome: Outcome,
-        decision: Decision,
-        index: int,
-        control: str | None,
-        started: float,
+        self, begun: Started, outcome: Outcome, decision: Decision, started: float
     ) -> Attempt:
-        proposal, kept = suggestion.proposal, self.history.kept
-        return Attempt(
-            index=index,
-            name=proposal.change,
-            region=proposal.region,
-            backend=proposal.backend,
-            status=decision.status,
-            reason=decision.reason,
-            predicted_us=None if control else proposal.predicted_us,
-            bound_us=None if control else proposal.bound_us,
+        return begun.ended(
+            decision.status,
+            decision.reason,
+            time.monotonic() - started,
             knobs=outcome.knobs,
             region_verdict=outcome.region_verdict,
             model_verdict=outcome.model_verdict,
             latency=outcome.latency,
             audit=outcome.audit,
-            control=control,
-            parent=kept[-1].id if kept else None,
-            seconds=round(time.monotonic() - started, 1),
         )

@@ -5,18 +5,27 @@ from rich.markup import escape
 from rich.status import Status
 
 from agents.budget import Budget
+from agents.pulse import Pulse
 
 
 class Progress:
     """One line per finished piece of work, and on a terminal a live line for the current one."""
 
-    def __init__(self, budget: Budget, console: Console | None = None) -> None:
-        self.budget = budget
+    def __init__(
+        self, budget: Budget, console: Console | None = None, pulse: Pulse | None = None
+    ) -> None:
+        """`pulse` reaches whoever watches this process."""
+        self.budget, self.pulse = budget, pulse or Pulse()
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._status: Status | None = None
 
+    def part(self, text: str) -> None:
+        """Tell only who watches what begins now: a part of a stage."""
+        self.pulse.tell(stage=text)
+
     def stage(self, text: str) -> None:
         """Say what begins now."""
+        self.part(text)
         left = max(0.0, self.budget.left_s)
         line = f"[dim]{self._elapsed()}[/dim] {escape(text)} [dim]({left / 60:.1f} min left)[/dim]"
         if self.console.is_terminal:

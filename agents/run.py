@@ -5,9 +5,11 @@ import os
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agents.pulse import Pulse
 from harness import cli
 from harness.errors import ExitCode, UserError
 from harness.ledger import Ledger
@@ -34,6 +36,20 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--proposer", default="auto", help="auto, catalog or inductor")
     p.add_argument("--max-changes", type=int, help="stop after so many judged changes")
     p.add_argument("--budget-minutes", type=float, help="stop when so much time is used up")
+    p.add_argument(
+        "--change",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="try this change file first, after a sandboxed verdict; may be given again",
+    )
+    p.add_argument(
+        "--stall-minutes",
+        type=float,
+        help="end a change that shows no progress for so long; default a quarter of the budget, "
+        "at least 3",
+    )
     p.add_argument("--run-dir", type=Path, help="where to write; default runs/<date>-<target>")
     p.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run that stopped")
     p.add_argument(
@@ -53,16 +69,40 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run in this process, which nothing watches."""
+    arguments = words(argv)
+    return live(arguments, arguments.resume, 0.0, Pulse())
+
+
+def supervised(argv: list[str] | None = None) -> int:
+    """Run in a process of its own: the run goes on when a candidate ends it."""
+    arguments = words(argv)
+    if arguments.dry_run:
+        return live(arguments, arguments.resume, 0.0, Pulse())
+    from agents.supervised import Supervisor
+
+    begin = partial(live, arguments)
+    return Supervisor(begin, arguments.resume, arguments.stall_minutes).run()
+
+
+def words(argv: list[str] | None) -> argparse.Namespace:
+    """The command line, checked as far as it can be without PyTorch."""
     arguments = parser().parse_args(argv)
     check(arguments)
     if arguments.resume is not None:
-        ledger = Ledger.open(arguments.resume)
-        recall(arguments, ledger)
-    else:
-        ledger = None
-        if arguments.target is None:
-            raise UserError("--target is missing; name what to make faster, such as decode-bs1")
-    return work(arguments, ledger)
+        recall(arguments, Ledger.open(arguments.resume))
+    elif arguments.target is None:
+        raise UserError("--target is missing; name what to make faster, such as decode-bs1")
+    return arguments
+
+
+def live(a: argparse.Namespace, directory: Path | None, used_s: float, pulse: Pulse) -> int:
+    """Work on a new run, or on the one in `directory`, of whose budget `used_s` are gone."""
+    if directory is None:
+        return work(a, None, used_s, pulse)
+    ledger = Ledger.open(directory)
+    recall(a, ledger)
+    return work(a, ledger, used_s, pulse)
 
 
 def check(a: argparse.Namespace) -> None:
@@ -71,6 +111,14 @@ def check(a: argparse.Namespace) -> None:
         raise UserError(f"--budget-minutes is {a.budget_minutes:g}; give a number above 0")
     if a.max_changes is not None and a.max_changes < 1:
         raise UserError(f"--max-changes is {a.max_changes}; give at least 1")
+    if a.stall_minutes is not None and a.stall_minutes <= 0:
+        raise UserError(f"--stall-minutes is {a.stall_minutes:g}; give a number above 0")
+    for file in a.change:
+        if file.suffix != ".py" or not file.is_file():
+            raise UserError(f"no change file at {file}; give the path of a .py file")
+    names = [file.name for file in a.change]
+    if double := next((n for n in names if names.count(n) > 1), None):
+        raise UserError(f"two change files are called {double}; rename one")
     if a.resume is not None and a.run_dir is not None:
         raise UserError("--resume names the run's directory already; leave --run-dir out")
 
@@ -89,8 +137,9 @@ def recall(a: argparse.Namespace, ledger: Ledger) -> None:
     a.require_sandbox |= bool((run.get("options") or {}).get("require_sandbox"))
 
 
-def work(a: argparse.Namespace, ledger: Ledger | None) -> int:
+def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pulse) -> int:
     from agents.budget import Budget
+    from agents.given import take
     from agents.loop import Loop
     from agents.measure import DEFAULTS
     from agents.progress import Progress
@@ -115,13 +164,15 @@ def work(a: argparse.Namespace, ledger: Ledger | None) -> int:
     if ledger is None:
         ledger = start(a, workload)
     cli.set_cache_environment(ledger.directory / "cache")
-    budget = Budget(minutes)
-    progress = Progress(budget)
+    pulse.tell(directory=str(ledger.directory), budget=minutes)
+    given = take(a.change, ledger)
+    budget = Budget(minutes, used_s)
+    progress = Progress(budget, pulse=pulse)
     progress.done(f"run directory: {ledger.directory}" + ("" if new else " (continued)"))
     progress.done(summary)
     try:
         session = Session(workload, ledger, a.target, budget, progress, other_card=a.other_card)
-        loop = Loop(session, a.proposer, a.max_changes, require_sandbox=a.require_sandbox)
+        loop = Loop(session, a.proposer, a.max_changes, given, require_sandbox=a.require_sandbox)
         reason = loop.run()
     except KeyboardInterrupt:
         ledger.append("stopped", {"reason": "interrupted"})
@@ -196,4 +247,4 @@ def start(a: argparse.Namespace, workload: "Workload") -> Ledger:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(cli.run(supervised))

@@ -1,7 +1,8 @@
-"""The gate of a run that requires the sandbox: no candidate runs in the run's own process before it
-has passed its region's verdict in a worker.
+"""The gate of a run: what has to pass its region's verdict in a worker before it runs in the run's
+own process. That is each change file given to it, and with `--require-sandbox` any change.
 
-Tuning, timing and the layers' verdict of what passed are done in the run's process.
+Tuning, timing and the layers' verdict of what passed are done in the run's process, which another
+one watches (`agents.supervised`).
 """
 
 from collections.abc import Callable
@@ -17,19 +18,26 @@ from harness.records import Verdict
 from harness.sandbox import Sandbox
 from harness.sandboxed import broken
 from harness.workload import Workload
+from optimized.change import Change
 
 
 class Gate:
     """Verdicts on changes by name or file, each in a worker of its own.
 
-    UserError at the start where this machine lacks a protection.
+    With `required`, UserError at the start where this machine lacks a protection.
     """
 
     def __init__(
-        self, reference: nn.Module, workload: Workload, ledger: Ledger, say: Callable[[str], None]
+        self,
+        reference: nn.Module,
+        workload: Workload,
+        ledger: Ledger,
+        say: Callable[[str], None],
+        *,
+        required: bool = True,
     ) -> None:
         self.reference, self.workload = reference, workload
-        self.sandbox = Sandbox(reference, workload.device, model=workload.name, required=True)
+        self.sandbox = Sandbox(reference, workload.device, model=workload.name, required=required)
         try:
             self.sandbox.open(None).close()
         except BaseException:
@@ -42,8 +50,20 @@ class Gate:
     def close(self) -> None:
         self.sandbox.close()
 
-    def verdict(self, change: str, backend: str, seed: int) -> Verdict:
-        """The region's verdict with default launch knobs; whatever the candidate does is in it."""
+    def look(self, change: str) -> tuple[Change, str] | None:
+        """What a change file says of itself, without its code, and its backend for this device;
+        None if it broke, which `verdict` tells about."""
+        try:
+            candidate = self.sandbox.open(change)
+        except (CandidateError, UserError):
+            return None
+        candidate.close()
+        assert candidate.change is not None and candidate.backend is not None
+        return candidate.change, candidate.backend
+
+    def verdict(self, change: str, backend: str | None, seed: int) -> Verdict:
+        """The region's verdict with default launch knobs; whatever the candidate does is in it.
+        Without a `backend`, the first for this device."""
         try:
             candidate = self.sandbox.open(change, backend)
         except (CandidateError, UserError) as error:

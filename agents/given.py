@@ -1,0 +1,85 @@
+"""Change files that a run is given: kept in its directory, tried before all else, each once.
+
+None of them is imported here before a sandboxed worker's verdict: what is known of it until then
+comes from a worker as data.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from agents.proposers.base import Context, Proposer, Suggestion, suggest
+from harness.errors import UserError
+from harness.ledger import Ledger
+from harness.records import Proposal
+from optimized.change import Change, Contract
+
+FOLDER = "changes"
+EVENT = "given"
+UNKNOWN = "unknown"  # region and backend of a file that tells neither
+NOTHING = Change(
+    name="", region=UNKNOWN, summary="", contract=Contract(numerics="exact"), implementations=()
+)
+
+# A change file's change, without code, and the backend for this device; None if it broke.
+Look = Callable[[str], tuple[Change, str] | None]
+
+
+def take(files: Sequence[Path], ledger: Ledger) -> list[str]:
+    """Copy `files` into the run's directory; the absolute paths of all it was given so far."""
+    given = given_to(ledger)
+    folder = ledger.directory.resolve() / FOLDER
+    new = []
+    for file in files:
+        copy, text = folder / file.name, file.read_bytes()
+        if copy.exists() and copy.read_bytes() != text:
+            raise UserError(f"{copy} is another change file of this run; rename {file}")
+        folder.mkdir(exist_ok=True)
+        copy.write_bytes(text)
+        if str(copy) not in given:
+            new.append(str(copy))
+    if new:
+        ledger.append(EVENT, {"files": new})
+    return given + new
+
+
+def given_to(ledger: Ledger) -> list[str]:
+    return [file for e in ledger.events() if e.kind == EVENT for file in e.data["files"]]
+
+
+class Given:
+    """Proposes each of `files` once, in order, then what `rest` proposes."""
+
+    name = "given"
+
+    def __init__(self, files: Sequence[str], rest: Proposer, look: Look) -> None:
+        self.files, self.rest, self.look = files, rest, look
+
+    def propose(self, context: Context) -> list[Suggestion]:
+        tried = {t.change for t in context.tried}
+        for file in self.files:
+            if file not in tried:
+                return [self.suggest(file, context)]
+        return self.rest.propose(context)
+
+    def suggest(self, file: str, context: Context) -> Suggestion:
+        """Under its path as its name, by which plans and certificates find it again."""
+        seen = self.look(file)
+        change, backend = (NOTHING, UNKNOWN) if seen is None else seen
+        change = replace(change, name=file)
+        for opportunity in context.opportunities:
+            if opportunity.region == change.region:
+                share = context.free(change.region)
+                return suggest(opportunity, change, backend, change.summary, share)
+        proposal = Proposal(
+            change=file,
+            region=change.region,
+            backend=backend,
+            hypothesis=change.summary,
+            launches_saved=0,
+            bytes_saved=0,
+            predicted_us=0.0,
+            bound_us=0.0,
+            node_count=0,
+        )
+        return Suggestion(proposal=proposal, change=change)
