@@ -72,7 +72,7 @@ class StepKnobs:
         attention = AttentionKnobs(
             warps=self.warps, block=self.block, stages=self.stages, splits=self.splits
         )
-        width = triton.next_power_of_2(shape["H"] * shape["d"])
+        width = triton.next_power_of_2(shape["H"]) * shape["d"]
         return (
             attention.is_valid(shape)
             and self.rows * width <= MAX_HELD * 32 * self.row_warps
@@ -180,11 +180,12 @@ def attend(
         node.attend.scale,
         node.prepare.eps,
         G=group,
-        GROUP=max(16, triton.next_power_of_2(group)),
+        GROUP=max(8, triton.next_power_of_2(group)),
         P=dim // 2,
         BLOCK=knobs.block,
         SPLITS=splits,
         STAGES=knobs.stages,
+        EARLY=tiles == 1,
         MASKED=mask is not None,
         ROTATED=not node.is_full,
         WIDE=INTERPRETED,
@@ -212,10 +213,11 @@ def project(
             weight,
             out,
             len(weight),
-            W=width,
-            BLOCK=triton.next_power_of_2(width),
+            H=node.heads,
+            HEADS=triton.next_power_of_2(node.heads),
             DIM=dim,
             SPLITS=splits,
+            SPLIT_BLOCK=triton.next_power_of_2(splits),
             ROWS=knobs.rows,
             num_warps=knobs.row_warps,
         )
@@ -261,16 +263,16 @@ def offline_cases() -> list[OfflineCase]:
     found = []
     for length in (100_352, 512):
         knobs = StepKnobs.heuristic({"B": 1, "S": length, "H": 6, "Hkv": 1, "d": 128})
-        sizes: dict[str, Any] = {"G": 6, "GROUP": 16, "P": 64, "BLOCK": knobs.block}
+        sizes: dict[str, Any] = {"G": 6, "GROUP": 8, "P": 64, "BLOCK": knobs.block}
         sizes |= {"SPLITS": knobs.splits, "STAGES": knobs.stages, "MASKED": True}
-        sizes |= {"ROTATED": length == 512, "WIDE": False}
+        sizes |= {"ROTATED": length == 512, "EARLY": length == 512, "WIDE": False}
         found.append(case(step_attention_kernel, knobs.warps, **sizes))
         sizes = {"SPLITS": knobs.splits, "DIM": 128}
         if knobs.splits > MAX_FUSED_SPLITS:
             sizes |= {"SPLIT_BLOCK": triton.next_power_of_2(knobs.splits)}
             found.append(case(combine_gate_kernel, 4, **sizes, COLUMNS=COMBINED_COLUMNS))
         else:
-            sizes |= {"W": 768, "BLOCK": 1024, "ROWS": knobs.rows}
+            sizes |= {"H": 6, "HEADS": 8, "SPLIT_BLOCK": 8, "ROWS": knobs.rows}
             found.append(case(gated_projection_kernel, knobs.row_warps, **sizes))
     return found
 

@@ -33,6 +33,7 @@ from optimized.triton_support import (
 MAX_ROWS = 16  # of x; more fill the tensor cores well enough for a library's kernel
 MAX_UNROLL = 32
 MAX_HELD = 160
+HELD_BY_ALL = 10_000_000  # weights, in the registers of 132 SMs with room to work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,9 @@ class GemvKnobs:
             return cls(warps=4, rows=16 if shape["O"] < 8192 else 64, block=256, stages=4)
         rows = 4 if shape["O"] >= 1024 else 1
         block = min(1024, triton.next_power_of_2(shape["D"]))
+        if shape["O"] * shape["D"] <= HELD_BY_ALL and shape["D"] >= 2048:
+            # All thread blocks, each holding its weights, fit a GPU at once, so that none waits.
+            return cls(warps=4, rows=2, block=512, stages=1)
         while shape["D"] % block and block > 256:  # no half-empty load at the end of a row
             block //= 2
         return cls(warps=4 if block >= 1024 else 2, rows=rows, block=block, stages=1)

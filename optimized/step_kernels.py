@@ -8,7 +8,7 @@ and its denominator, FP32.
 import triton
 import triton.language as tl
 
-from optimized.decode_attention import HIDDEN, add_block, dot
+from optimized.decode_attention import HIDDEN, dot
 from optimized.qk_norm import copy_heads, normed_heads, store_heads
 from optimized.triton_support import (
     begin,
@@ -43,6 +43,59 @@ def _prepared(
     if SCALED:
         a, b = a * factor, b * factor
     return a, b
+
+
+@triton.jit
+def _keys_values(k_rows, v_rows, position, S, k_slot, v_slot, P: tl.constexpr):
+    """Keys in halves [BLOCK, P] and values [BLOCK, 2 P] at those positions."""
+    half, every = tl.arange(0, P), tl.arange(0, 2 * P)
+    inside = (position < S)[:, None]
+    position = position.to(tl.int64)[:, None]
+    keys = k_rows + position * k_slot + half[None, :]
+    k_a = tl.load(keys, mask=inside, other=0.0)
+    k_b = tl.load(keys + P, mask=inside, other=0.0)
+    return k_a, k_b, tl.load(v_rows + position * v_slot + every[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _add_block(
+    q_a,
+    q_b,
+    k_a,
+    k_b,
+    v,
+    position,
+    mask_row,
+    S,
+    scale,
+    highest,
+    denominator,
+    numerator,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Take a block of positions into a running softmax. Heads are columns: tensor cores multiply by
+    as few as eight of them."""
+    inside = position < S
+    scores = tl.zeros((position.shape[0], GROUP), tl.float32)
+    scores = dot(k_b, q_b, dot(k_a, q_a, scores, WIDE), WIDE) * scale
+    seen = inside
+    if MASKED:
+        seen = tl.load(mask_row + position, mask=inside, other=0) != 0
+    scores = tl.where(seen[:, None], scores, HIDDEN)
+    higher = tl.maximum(highest, tl.max(scores, axis=0))
+    weights = tl.where(inside[:, None], exp_fp32(scores - higher[None, :]), 0.0)
+    kept = exp_fp32(highest - higher)
+    denominator = denominator * kept + tl.sum(weights, axis=0)
+    numerator = numerator * kept[None, :]
+    values = tl.trans(v)
+    rest = weights
+    for _ in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+        part = rest.to(tl.bfloat16)
+        numerator = dot(values, part, numerator, WIDE)
+        rest = rest - part.to(tl.float32)
+    return higher, denominator, numerator
 
 
 @triton.jit
@@ -81,15 +134,27 @@ def step_attention_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     MASKED: tl.constexpr,
     ROTATED: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    """`EARLY`: a share is one block, read before the previous kernel is done; what it holds was
+    written by earlier steps, except in the slot of this one, which is read again."""
+    let_next_start(PDL)
     split, kv_head = tl.program_id(0), tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    columns = tl.arange(0, P)[None, :]
+    start, end = split * tiles * BLOCK, tl.minimum((split + 1) * tiles * BLOCK, S)
+    block = tl.arange(0, BLOCK)
+    half = tl.arange(0, P)
+    k_rows = k_cache + batch * k_batch + kv_head * k_head
+    v_rows = v_cache + batch * v_batch + kv_head * v_head
+    if EARLY:
+        k_a, k_b, v = _keys_values(k_rows, v_rows, start + block, S, k_slot, v_slot, P)
+    previous_is_done(PDL)
+
+    columns = half[None, :]
     cos, sin, factor = 0.0, 0.0, 1.0
     if ROTATED:
         cos = tl.load(cos_ptr + batch * P + columns)
@@ -97,37 +162,29 @@ def step_attention_kernel(
     else:
         factor = tl.load(factor_ptr + batch)
     slot = tl.load(slots_ptr + batch)
-    start, end = split * tiles * BLOCK, tl.minimum((split + 1) * tiles * BLOCK, S)
 
     # The spare slot at the end belongs to the first share.
     if ((slot >= start) & (slot < end)) | ((slot >= S) & (split == 0)):
         one = kv_head + tl.arange(0, 1)[:, None]
         whole = (one >= 0) & (columns < P)
+        k_row = k_ptr + batch * k_stride
         a, b = _prepared(
-            k_ptr + batch * k_stride,
-            k_weight,
-            one,
-            whole,
-            columns,
-            cos,
-            sin,
-            factor,
-            eps,
-            P,
-            ROTATED,
-            False,
+            k_row, k_weight, one, whole, columns, cos, sin, factor, eps, P, ROTATED, False
         )
         store_heads(k_cache + batch * k_batch + slot * k_slot, a, b, one, columns, whole, k_head, P)
         v_row = v_cache + batch * v_batch + slot * v_slot
         copy_heads(v_ptr + batch * v_stride, v_row, one, columns, whole, v_head, P)
         tl.debug_barrier()  # all threads of the block read it below
+        if EARLY:
+            k_a, k_b, v = _keys_values(k_rows, v_rows, start + block, S, k_slot, v_slot, P)
 
     heads = tl.arange(0, GROUP)
     in_group = (heads < G)[:, None] & (columns < P)
+    q_row, first_head = q_ptr + batch * q_stride, (kv_head * G + heads)[:, None]
     q_a, q_b = _prepared(
-        q_ptr + batch * q_stride,
+        q_row,
         q_weight,
-        (kv_head * G + heads)[:, None],
+        first_head,
         in_group,
         columns,
         cos,
@@ -138,36 +195,55 @@ def step_attention_kernel(
         ROTATED,
         not ROTATED,
     )
-    q_a, q_b = q_a.to(tl.bfloat16), q_b.to(tl.bfloat16)
-    half = tl.arange(0, P)[:, None]
-    every = tl.arange(0, 2 * P)[None, :]
-    block = tl.arange(0, BLOCK)
-    k_base = k_cache + batch * k_batch + kv_head * k_head + half
-    v_base = v_cache + batch * v_batch + kv_head * v_head + every
+    q_a, q_b = tl.trans(q_a.to(tl.bfloat16)), tl.trans(q_b.to(tl.bfloat16))
     highest = tl.full((GROUP,), HIDDEN, tl.float32)
     denominator = tl.zeros((GROUP,), tl.float32)
-    numerator = tl.zeros((GROUP, 2 * P), tl.float32)
-    for first in tl.range(start, end, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-        position = (first + block).to(tl.int64)
-        inside = position < S
-        keys = k_base + position[None, :] * k_slot
-        k_a = tl.load(keys, mask=inside[None, :], other=0.0)
-        k_b = tl.load(keys + P, mask=inside[None, :], other=0.0)
-        v = tl.load(v_base + position[:, None] * v_slot, mask=inside[:, None], other=0.0)
-        scores = dot(q_a, k_a, tl.zeros((GROUP, BLOCK), tl.float32), WIDE)
-        scores = dot(q_b, k_b, scores, WIDE) * scale
-        seen = inside
-        if MASKED:
-            seen = tl.load(mask_ptr + batch * mask_batch + position, mask=inside, other=0) != 0
-        scores = tl.where(seen[None, :], scores, HIDDEN)
-        highest, denominator, numerator = add_block(
-            scores, v, inside, highest, denominator, numerator, WIDE
+    numerator = tl.zeros((2 * P, GROUP), tl.float32)
+    mask_row = mask_ptr + batch * mask_batch
+    if EARLY:
+        highest, denominator, numerator = _add_block(
+            q_a,
+            q_b,
+            k_a,
+            k_b,
+            v,
+            start + block,
+            mask_row,
+            S,
+            scale,
+            highest,
+            denominator,
+            numerator,
+            GROUP,
+            MASKED,
+            WIDE,
         )
+    else:
+        for first in tl.range(start, end, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+            k_a, k_b, v = _keys_values(k_rows, v_rows, first + block, S, k_slot, v_slot, P)
+            highest, denominator, numerator = _add_block(
+                q_a,
+                q_b,
+                k_a,
+                k_b,
+                v,
+                first + block,
+                mask_row,
+                S,
+                scale,
+                highest,
+                denominator,
+                numerator,
+                GROUP,
+                MASKED,
+                WIDE,
+            )
 
     first_row = (batch * tl.num_programs(1) + kv_head) * G
     rows = (first_row + heads) * SPLITS + split
+    every = tl.arange(0, 2 * P)[:, None]
     valid = heads < G
-    tl.store(sums_ptr + rows[:, None] * (2 * P) + every, numerator, mask=valid[:, None])
+    tl.store(sums_ptr + rows[None, :] * (2 * P) + every, numerator, mask=valid[None, :])
     tl.store(stats_ptr + rows * 2, highest, mask=valid)
     tl.store(stats_ptr + rows * 2 + 1, denominator, mask=valid)
 
@@ -224,35 +300,36 @@ def gated_projection_kernel(
     weight_ptr,
     out_ptr,
     O,  # noqa: E741
-    W: tl.constexpr,
-    BLOCK: tl.constexpr,
+    H: tl.constexpr,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr,
     SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One sequence: W = H d gated columns, combined from `SPLITS` shares, times `ROWS` rows."""
+    """One sequence: its H heads, combined from `SPLITS` shares and gated, times `ROWS` rows."""
     let_next_start(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    inside = column < W
-    pointers = weight_ptr + row[:, None] * W + column[None, :]
-    weight = tl.load(pointers, mask=(row < O)[:, None] & inside[None, :], other=0.0)
-    head = tl.minimum(column, W - 1) // DIM
-    bias = tl.load(bias_ptr + head)
+    column = tl.arange(0, HEADS * DIM)
+    pointers = weight_ptr + row[:, None] * (H * DIM) + column[None, :]
+    present = (row < O)[:, None] & (column < H * DIM)[None, :]
+    weight = tl.load(pointers, mask=present, other=0.0)
+    head = tl.arange(0, HEADS)[:, None]
+    bias = tl.load(bias_ptr + head, mask=head < H, other=0.0)
     previous_is_done(PDL)
-    gate = tl.load(gate_ptr + column, mask=inside, other=0.0)
-    share = head * SPLITS
-    highest = tl.load(stats_ptr + share * 2)
-    for split in tl.static_range(1, SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
-        highest = tl.maximum(highest, tl.load(stats_ptr + (share + split) * 2))
-    total = tl.zeros([BLOCK], tl.float32)
-    a = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
-        factor = exp_fp32(tl.load(stats_ptr + (share + split) * 2) - highest)
-        total = tl.fma(tl.load(stats_ptr + (share + split) * 2 + 1), factor, total)
-        sums = sums_ptr + (share + split) * DIM + column % DIM
-        a = tl.fma(tl.load(sums, mask=inside, other=0.0), factor, a)
-    x = _gated(a / total, gate, bias)
+    split = tl.arange(0, SPLIT_BLOCK)[None, :]
+    inside = (head < H) & (split < SPLITS)
+    share = head * SPLITS + split
+    highest = tl.load(stats_ptr + share * 2, mask=inside, other=HIDDEN)
+    denominator = tl.load(stats_ptr + share * 2 + 1, mask=inside, other=0.0)
+    dim = tl.arange(0, DIM)
+    sums = sums_ptr + share[:, :, None] * DIM + dim[None, None, :]
+    numerator = tl.load(sums, mask=inside[:, :, None], other=0.0)
+    gate = tl.load(gate_ptr + head * DIM + dim[None, :], mask=head < H, other=0.0)
+    factor = exp_fp32(highest - tl.max(highest, axis=1)[:, None])
+    total = tl.sum(factor * denominator, axis=1)[:, None]
+    a = tl.sum(numerator * factor[:, :, None], axis=1) / tl.where(head < H, total, 1.0)
+    x = tl.reshape(_gated(a, gate, bias), [HEADS * DIM])
     products = weight.to(tl.float32) * x[None, :]
     tl.store(out_ptr + row, tl.sum(products, axis=1).to(tl.bfloat16), mask=row < O)
