@@ -112,6 +112,27 @@ class Attend(nn.Module):
         return torch.cat(outputs, dim=1).to(q.dtype)
 
 
+class PrefillAttend(nn.Module):
+    """The same function by PyTorch's kernel, for long prefills, where mask None means causal.
+
+    It adds a rounding that `Attend` lacks: probabilities to BF16, before their product with v.
+    """
+
+    region = "prefill_attend"
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        allowed = causal_lower_right(q.shape[1], k.shape[1]) if mask is None else mask[:, None]
+        share = q.shape[2] // k.shape[2]
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        k, v = (y.repeat_interleave(share, dim=1) for y in (k, v))
+        a = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.scale)
+        return a.transpose(1, 2)
+
+
 class OutputGate(nn.Module):
     """a * sigmoid(gate + bias): (a [B, T, H, d], gate [B, T, H, d], bias [H]) -> [B, T, H, d].
 
@@ -130,7 +151,6 @@ class Attention(nn.Module):
         c, width = config, config.query_heads * config.head_dim
         self.heads, self.kv_heads, self.head_dim = c.query_heads, c.kv_heads, c.head_dim
         self.is_full = c.is_full(layer)
-        self.prefill_attention = c.prefill_attention
         self.q_proj = Linear(c.hidden, width, c.dtype)
         self.k_proj = Linear(c.hidden, c.kv_heads * c.head_dim, c.dtype)
         self.v_proj = Linear(c.hidden, c.kv_heads * c.head_dim, c.dtype)
@@ -142,6 +162,8 @@ class Attention(nn.Module):
         self.project = ParallelProjection(("q_proj", "k_proj", "v_proj", "gate_proj"))
         self.prepare = QKNormScale(c.eps) if self.is_full else QKNormRope(c.eps)
         self.attend = Attend(c.head_dim**-0.5)
+        library = c.prefill_attention == "sdpa"
+        self.prefill_attend = PrefillAttend(self.attend.scale) if library else None
         self.gate = OutputGate()
         self.rank_sum = RankSum()
 
@@ -154,11 +176,12 @@ class Attention(nn.Module):
             for y in self.project(x, *(p.weight for p in projections))
         )
         norms = self.q_norm.weight, self.k_norm.weight
+        attend = self.attend if steps == 1 else self.prefill_attend or self.attend
         if self.is_full:
             slots = cache.k, cache.v, step.full_slots
             q, _ = self.prepare(q, k, v, *norms, step.q_scale, *slots)
             k, v = cache.k[:, : step.extent], cache.v[:, : step.extent]
-            a = self.mix(q, k, v, step.full_mask)
+            a = attend(q, k, v, step.full_mask)
         else:
             slots = cache.k, cache.v, step.ring_slots
             past_k, past_v = cache.k[:, :-1], cache.v[:, :-1]
@@ -169,18 +192,6 @@ class Attention(nn.Module):
                 past_k, past_v = past_k.clone(), past_v.clone()
                 q, k = self.prepare(q, k, v, *norms, step.cos, step.sin, *slots)
                 k, v = torch.cat((past_k, k), dim=1), torch.cat((past_v, v), dim=1)
-            a = self.mix(q, k, v, step.ring_mask)
+            a = attend(q, k, v, step.ring_mask)
         a = self.gate(a, gate, self.gate_bias)
         return self.rank_sum(self.o_proj(a.reshape(batch, steps, -1)))
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention over k, v [B, S, Hkv, d]; `mask` [B, T, S], or None for causal rows that end
-        at S. Long prefills may use PyTorch's kernel, which adds a rounding: P to BF16 before P V.
-        """
-        if q.shape[1] == 1 or self.prefill_attention == "fp32":
-            return self.attend(q, k, v, mask)
-        allowed = causal_lower_right(q.shape[1], k.shape[1]) if mask is None else mask[:, None]
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        k, v = (y.repeat_interleave(self.heads // self.kv_heads, dim=1) for y in (k, v))
-        a = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.attend.scale)
-        return a.transpose(1, 2)

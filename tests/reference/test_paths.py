@@ -115,7 +115,9 @@ def test_attention_in_bf16_rounds_nothing_but_its_result() -> None:
 def library_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     c = replace(small.SMALL, prefill_attention="sdpa")
     with torch.device("meta"):
-        return Attention(c, 1).mix(q, k, v, mask)
+        node = Attention(c, 1).prefill_attend
+    assert node is not None
+    return node(q, k, v, mask)
 
 
 class RoundedProbabilities(Attend):
