@@ -241,7 +241,7 @@ class Session:
         trace = self.measure.trace(self.current, folder / f"decode-{when}.json.gz")
         rows = kernel_rows(trace, ceilings)
         by_line = [row.to_json() for row in aggregate(rows, by="line")]
-        self.ledger.append("kernels", {"when": when, "rows": by_line, **trace.summary()})
+        self.ledger.append("kernels", {"when": when, "rows": by_line, **rows.summary()})
         maps = [layer.to_json() for layer in layer_map(rows, self.current)]
         self.ledger.append("layers", {"when": when, "maps": maps})
         if when == "before":

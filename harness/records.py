@@ -300,6 +300,27 @@ class KernelRow(Record):
     gap_us: float | None  # idle time before it, summed
     ambiguous: bool = False
     written: bool = False  # a kernel from optimized/, not a library's or the compiler's
+    exposed_us: float | None = None  # until its end, of what no kernel before it covers
+
+    def read_share(self, ceilings: "Ceilings") -> float | None:
+        """The share of the read bandwidth at which its bytes moved in its own time."""
+        if not self.bytes or not self.time_us:
+            return None
+        return self.bytes / self.time_us / 1e3 / ceilings.read_gb_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBudget(Record):
+    """Where the time of one profiled step goes, each microsecond once: the four parts after
+    `step_us` add up to it."""
+
+    step_us: float  # from the first kernel's start to the last one's end
+    bound_us: float  # what bytes and operations take at the ceilings
+    gap_us: float  # nothing ran
+    rest_us: float  # ramps, waiting for the kernel before, work beyond the floor
+    unknown_us: float  # kernels whose bytes are not known
+    hidden_us: float  # of kernels, while one before them still ran: not a part of the step
+    kernels: int
 
 
 @dataclass(frozen=True, kw_only=True)

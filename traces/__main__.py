@@ -114,7 +114,7 @@ def run_table(options: argparse.Namespace) -> None:
         raise UserError(f"--top is {options.top}; give a number of rows, at least 1")
     if options.json:
         shown = shown[: options.top]
-        print_json({**rows.trace.summary(), "rows": [row.to_json() for row in shown]})
+        print_json({**rows.summary(), "rows": [row.to_json() for row in shown]})
     else:
         tables.print_rows(rows, shown, options.top, regions=options.by == "region")
 

@@ -41,6 +41,7 @@ def assemble(
                 call=owner.call,
                 source=owner.source,
                 start_us=round(span.start_us, 3),
+                end_us=round(span.start_us + span.time_us, 3),
                 time_us=round(statistics.median(t.spans[i].time_us for t in agreeing), 3),
                 gap_us=round(statistics.median(t.spans[i].gap_us for t in agreeing), 3),
                 reads=work.reads,

@@ -1,9 +1,10 @@
 """The kernel table: what each kernel of a step takes and must do, and how far apart the two are."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from harness.records import Ceilings, KernelRow
+from harness.records import Ceilings, KernelRow, StepBudget
+from traces.budget import exposed_us, step_budget
 from traces.trace import Kernel, Trace
 
 By = Literal["kernel", "module", "region", "line"]
@@ -19,10 +20,20 @@ class KernelTable(list[KernelRow]):
         super().__init__(rows)
         self.trace = trace
 
+    @property
+    def budget(self) -> StepBudget:
+        """Where the step's time goes; see `traces.budget`."""
+        return step_budget(self.trace, self)
+
+    def summary(self) -> dict[str, Any]:
+        """The trace's summary, with that."""
+        return {**self.trace.summary(), "budget": self.budget.to_json()}
+
 
 def kernel_rows(trace: Trace, ceilings: Ceilings | None = None) -> KernelTable:
     """One row for each kernel in launch order; floors need ceilings, the trace's own by default."""
     ceilings = ceilings or trace.ceilings
+    shown = exposed_us(trace)
     rows = [
         KernelRow(
             name=kernel.name,
@@ -37,8 +48,9 @@ def kernel_rows(trace: Trace, ceilings: Ceilings | None = None) -> KernelTable:
             gap_us=kernel.gap_us,
             ambiguous=kernel.ambiguous,
             written=kernel.written,
+            exposed_us=round(exposed, 3),
         )
-        for kernel in trace.kernels
+        for kernel, exposed in zip(trace.kernels, shown, strict=True)
     ]
     return KernelTable(rows, trace)
 
@@ -111,6 +123,7 @@ def _summed(rows: Sequence[KernelRow]) -> KernelRow:
         gap_us=_total([row.gap_us for row in rows]),
         ambiguous=any(row.ambiguous for row in rows),
         written=all(row.written for row in rows),
+        exposed_us=_total([row.exposed_us for row in rows]),
     )
 
 

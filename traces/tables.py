@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from harness.cli import print_table
-from harness.records import KernelRow, LayerMap
+from harness.records import Ceilings, KernelRow, LayerMap
 from traces.diff import Difference
 from traces.kernels import KernelTable, headroom
 from traces.trace import Trace
@@ -26,6 +26,25 @@ def print_summary(trace: Trace) -> None:
     print(f"{s['attributed_share']:.2%} of kernel time attributed to module and line{doubt}")
 
 
+def print_budget(table: KernelTable) -> None:
+    """The step's time, each microsecond once."""
+    found = table.budget
+    parts = (
+        ("bytes and operations at the ceilings", found.bound_us),
+        ("launch gaps: nothing ran", found.gap_us),
+        ("ramp, dependency, beyond the floor", found.rest_us),
+        ("kernels whose bytes are not known", found.unknown_us),
+        ("from the first kernel's start to the last one's end", found.step_us),
+        ("and hidden behind other kernels", found.hidden_us),
+    )
+    share = found.step_us or 1.0
+    print_table(
+        "where the step's time goes",
+        ("part", "us", "share"),
+        [(words, f"{us:,.1f}", f"{us / share:.1%}") for words, us in parts],
+    )
+
+
 def print_rows(
     table: KernelTable, shown: Sequence[KernelRow], top: int | None, *, regions: bool = False
 ) -> None:
@@ -41,8 +60,10 @@ def print_rows(
             "source",
             "calls",
             "us",
+            "exposed us",
             "share",
             "MB",
+            "of read bw",
             "MFLOP",
             "floor us",
         )
@@ -54,8 +75,10 @@ def print_rows(
                 row.source or "-",
                 row.calls,
                 f"{row.time_us:.1f}",
+                number(row.exposed_us, 1.0),
                 f"{row.time_us / total:.1%}" if total else "-",
                 number(row.bytes, 1e6),
+                percent(row, table.trace.ceilings),
                 number(row.flops, 1e6),
                 number(row.floor_us, 1.0),
                 number(headroom(row), 1.0),
@@ -71,6 +94,7 @@ def print_rows(
         print("* a kernel from optimized/ or a change file")
     if any(row.ambiguous for row in rows):
         print("? its module or line is not certain")
+    print_budget(table)
 
 
 def print_layers(maps: Sequence[LayerMap]) -> None:
@@ -150,6 +174,12 @@ def names(counts: dict[str, int]) -> str:
     name, count = max(counts.items(), key=lambda item: item[1])
     others = sum(counts.values()) - count
     return f"{count} {cut(name)}" + (f", {others} more" if others else "")
+
+
+def percent(row: KernelRow, ceilings: Ceilings | None) -> str:
+    """The share of the read bandwidth; a dash where it is unknown."""
+    share = None if ceilings is None else row.read_share(ceilings)
+    return "-" if share is None else f"{share:.0%}"
 
 
 def cut(name: str) -> str:

@@ -74,6 +74,11 @@ class Kernel(Record):
     peak: str  # which peak bounds its flops: "bf16" or "fp32"
     ambiguous: bool
     written: bool
+    end_us: float | None = None  # of the very step whose `start_us` it is; `time_us` is a median
+
+    @property
+    def ends_us(self) -> float:
+        return self.start_us + self.time_us if self.end_us is None else self.end_us
 
     @property
     def bytes(self) -> int | None:
