@@ -1,8 +1,9 @@
 """Meta Muse Spark Open (816B-A42B), plain PyTorch: what is right.
 
 Shapes: B sequences, T tokens of each in a step, D hidden, V vocabulary; the parts are in
-`muse_spark_config` (shape and presets), `muse_spark_attention`, `muse_spark_moe`, `experts` and
-`layers`.
+`muse_spark_config` (shape and presets), `muse_spark_attention`, `muse_spark_moe`,
+`muse_spark_residual`, `experts` and `layers`; those of the encoders in `muse_spark_vision`,
+`muse_spark_audio` and `muse_spark_media`.
 
 Every tensor that these files make in `config.dtype` (BF16) is a rounding point; everything else is
 FP32. Modules named with a `region` are the units that a fused kernel may replace: each is one call,
@@ -15,64 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from reference.cache import KVCache, LayerCache, step_keys
-from reference.layers import (
-    CentredNorm,
-    Linear,
-    RMSNorm,
-    centred_norm,
-    input_scaled_norm,
-    rms_norm,
-    unit_norm,
-)
+from reference.layers import CentredNorm, Linear, RMSNorm, unit_norm
 from reference.muse_spark_attention import Attention, Step
+from reference.muse_spark_audio import AudioEncoder
 from reference.muse_spark_config import PRESETS, MuseSparkConfig
+from reference.muse_spark_media import Media, Pictures, Sound, heard, placed
 from reference.muse_spark_moe import LatentMoE
+from reference.muse_spark_residual import GatedResidualBoundary, ResidualGate
+from reference.muse_spark_vision import VisionAdapter, VisionEncoder
 from reference.numerics import set_numerics
 
 configs = PRESETS
-
-
-class GatedResidualBoundary(nn.Module):
-    """Post-norm, gated residual add, next pre-norm.
-
-    (y [B, T, D], h [B, T, D], gate [D] fp32, post_weight [D] or None, pre_weight [D])
-    -> (h [B, T, D], x [B, T, D])
-
-    The post-norm is weightless, or input-scaled where it has a weight. The pre-norm is centred,
-    or plain before the head. With w = gate / temperature and beta = sigmoid(w) the sum is
-    sqrt(max(sigmoid(-w) * (1 + beta), floor)) * h + beta * y: FP32, rounded once.
-    """
-
-    region = "gated_residual_boundary"
-
-    def __init__(self, config: MuseSparkConfig, *, scaled: bool, centred: bool) -> None:
-        super().__init__()
-        self.scaled, self.centred = scaled, centred  # the post-norm, the pre-norm
-        self.eps, self.post_eps = config.eps, config.post_eps
-        self.temperature, self.floor = config.gate_temperature, config.gate_floor
-
-    def forward(
-        self, y: Tensor, h: Tensor, gate: Tensor, post_weight: Tensor | None, pre_weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if post_weight is None:
-            y = unit_norm(y, self.post_eps)
-        else:
-            y = input_scaled_norm(y, post_weight, self.post_eps)
-        w = gate / self.temperature
-        beta = torch.sigmoid(w)
-        alpha = torch.sqrt(torch.clamp(torch.sigmoid(-w) * (1.0 + beta), min=self.floor))
-        h = (alpha * h.float() + beta * y.float()).to(h.dtype)
-        norm = centred_norm if self.centred else rms_norm
-        x = norm(h, pre_weight, self.eps)
-        return h, x
-
-
-class ResidualGate(nn.Module):
-    """Holds a residual gate [D], FP32 in every model."""
-
-    def __init__(self, config: MuseSparkConfig) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.empty(config.hidden))
 
 
 class SoftCap(nn.Module):
@@ -163,9 +117,49 @@ class Decoder(nn.Module):
 
 
 class Model(nn.Module):
+    """The decoder, and the encoders whose tokens stand in for embeddings."""
+
     def __init__(self, config: MuseSparkConfig) -> None:
         super().__init__()
-        self.language_model = Decoder(config)
+        c = config
+        self.config = c
+        self.language_model = Decoder(c)
+        if c.vision is not None:
+            self.vision_tower = VisionEncoder(c.vision, c.dtype)
+            self.vision_adapter = VisionAdapter(c.vision, c.dtype)
+            self.vision_projection = Linear(c.vision.adapter, c.hidden, c.dtype)
+        if c.audio is not None:
+            self.audio_tower = AudioEncoder(c.audio, c.hidden, c.dtype)
+
+    def embed(self, ids: Tensor, media: Media | None) -> Tensor:
+        """ids [B, T] -> [B, T, D], encoded media in their places. Raises ValueError if media and
+        placeholders do not match, or the configuration lacks the encoder."""
+        h, c = self.language_model.embed_tokens(ids), self.config
+        if media is None:
+            return h
+        for what, place, pictures in (
+            ("image", c.image_id, media.images),
+            ("video", c.video_id, media.videos),
+        ):
+            if pictures is not None:
+                h = placed(h, ids, place, self.see(pictures), what)
+        if media.sound is not None:
+            h = placed(h, ids, c.audio_id, self.hear(media.sound), "audio")
+        return h
+
+    def see(self, pictures: Pictures) -> Tensor:
+        """Images or videos -> their tokens' rows [n, D]."""
+        if self.config.vision is None:
+            raise ValueError("this configuration has no vision encoder; choose another preset")
+        patches = pictures.patches.to(self.config.dtype)
+        seen = self.vision_adapter(self.vision_tower(patches, pictures.grids))
+        return unit_norm(self.vision_projection(seen), self.config.eps)
+
+    def hear(self, sound: Sound) -> Tensor:
+        """Clips -> their tokens' rows [n, D]."""
+        if self.config.audio is None:
+            raise ValueError("this configuration has no audio encoder; choose another preset")
+        return unit_norm(heard(self.audio_tower, sound), self.config.eps)
 
 
 class MuseSpark(nn.Module):
@@ -173,6 +167,7 @@ class MuseSpark(nn.Module):
 
     A step is a prefill (T > 1, any part of the prompt, rows padded with position -1 at the end) or
     a decode (T = 1). With `logits="all"` the result is [B, T, V]. Logits are in the model's dtype.
+    `media` are the images, videos and sound whose placeholders this step's `ids` hold.
     """
 
     def __init__(self, config: MuseSparkConfig) -> None:
@@ -184,12 +179,17 @@ class MuseSpark(nn.Module):
         self.soft_cap = SoftCap(config.logit_scale, config.soft_cap)
 
     def forward(
-        self, ids: Tensor, positions: Tensor, cache: KVCache, logits: str = "last"
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        logits: str = "last",
+        media: Media | None = None,
     ) -> Tensor:
         step = self.step(positions, cache)
         decoder = self.model.language_model
         layers = cast(list[Layer], list(decoder.layers))
-        h = decoder.embed_tokens(ids)
+        h = self.model.embed(ids, media)
         x = layers[0].input_layernorm(h)
         for i, layer in enumerate(layers):
             following = layers[i + 1].input_layernorm if i + 1 < len(layers) else decoder.norm
@@ -219,13 +219,13 @@ def build(config: MuseSparkConfig, device: str | torch.device, seed: int) -> Mus
     for name, tensor in model.state_dict().items():
         if name.endswith(("layernorm.weight", "expert_norm.weight")):  # centred: 1 is added
             tensor.uniform_(-0.5, 0.5, generator=generator)
-        elif "norm" in name:
+        elif name.endswith("bias"):
+            tensor.normal_(std=0.1, generator=generator)
+        elif "norm" in name or ".ln_" in name:
             tensor.uniform_(0.5, 1.5, generator=generator)
         elif name.endswith("residual_gate.gate"):
             tensor.normal_(std=0.3, generator=generator)
-        elif name.endswith("bias"):
-            tensor.normal_(std=0.1, generator=generator)
-        elif "embed_tokens" in name:
+        elif "embed_tokens" in name or "position_embedding" in name:
             tensor.normal_(generator=generator)
         else:
             tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)

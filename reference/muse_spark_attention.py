@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from reference.beam_attention import Attend
+from reference.beam_attention import Attend, PrefillAttend
 from reference.cache import LayerCache
 from reference.layers import Linear, ParallelProjection, rope_in_dtype, unit_norm
 from reference.muse_spark_config import MuseSparkConfig
@@ -99,6 +99,8 @@ class Attention(nn.Module):
         self.project = ParallelProjection(("q_proj", "k_proj", "v_proj", "gate_proj"))
         self.prepare = (QKUnitNorm if self.is_full else QKUnitNormRope)(c.eps, c.q_factor)
         self.attend = Attend(c.head_dim**-0.5)
+        library = c.prefill_attention == "sdpa"
+        self.prefill_attend = PrefillAttend(self.attend.scale) if library else None
         self.gate = OutputNormGate(c.eps)
         self.rank_sum = RankSum()
 
@@ -117,6 +119,7 @@ class Attention(nn.Module):
             rotation = step.cos, step.sin
             q, k = self.prepare(q, k, v, *rotation, cache.k, cache.v, step.ring_slots)
         k, v = cache.seen(past, k, v, step.extent)
-        a = self.attend(q, k, v, step.full_mask if self.is_full else step.ring_mask)
+        attend = self.attend if steps == 1 else self.prefill_attend or self.attend
+        a = attend(q, k, v, step.full_mask if self.is_full else step.ring_mask)
         a = self.gate(a, gate)
         return self.rank_sum(self.o_proj(a.reshape(batch, steps, -1)))

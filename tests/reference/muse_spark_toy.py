@@ -114,6 +114,7 @@ def _permuted(
     for name in (f"{prefix}embed_tokens.weight", "lm_head.weight"):
         out[name] = state[name][:, order]
     out[f"{prefix}norm.weight"] = state[f"{prefix}norm.weight"][order]
+    out |= _permuted_encoders(state, c, order, generator)
     for i in range(c.layers):
         start = f"{prefix}layers.{i}."
         layer = {n.removeprefix(start): t for n, t in state.items() if n.startswith(start)}
@@ -171,3 +172,52 @@ def _permuted_experts(
         "post_expert_proj.weight": mlp["post_expert_proj.weight"][order][:, pooled],
     }
     return {f"mlp.{name}": tensor for name, tensor in out.items()}
+
+
+def _permuted_encoders(
+    state: dict[str, Tensor], c: MuseSparkConfig, order: Tensor, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """What the encoders return in the decoder's `order`; within the vision encoder, its hidden
+    dimension, heads, value dimensions and inner widths, each in another order."""
+    names = "model.audio_tower.proj.weight", "model.audio_tower.proj.bias"
+    names += "model.audio_tower.post_proj_norm.weight", "model.vision_projection.weight"
+    out = {name: state[name][order] for name in names if name in state}
+    if (v := c.vision) is None:
+        return out
+    hidden = permutation(v.hidden, generator)
+    prefix = "model.vision_tower."
+    for name, tensor in state.items():
+        if not name.startswith(prefix):
+            continue
+        if name.endswith(("patch_embedding.weight", "mlp.fc2.weight", "attn.proj.weight")):
+            out[name] = tensor[hidden]
+        elif name.endswith(("_proj.weight", "fc1.weight", "table.weight")):
+            out[name] = tensor[:, hidden]
+        elif name.endswith(("_proj.bias", "fc1.bias")):
+            out[name] = tensor
+        else:  # norms, and biases of what adds to the residual
+            out[name] = tensor[hidden]
+    for i in range(v.layers):
+        layer = f"{prefix}layers.{i}."
+        dim = v.hidden // v.heads
+        heads, values = permutation(v.heads, generator), permutation(dim, generator)
+        keys = torch.arange(dim)  # tied to frequencies
+        for leaf, dims in (("q_proj", keys), ("k_proj", keys), ("v_proj", values)):
+            rows = (heads[:, None] * dim + dims).flatten()
+            for kind in ("weight", "bias"):
+                name = f"{layer}attn.{leaf}.{kind}"
+                out[name] = out[name][rows]
+        columns = (heads[:, None] * dim + values).flatten()
+        out[f"{layer}attn.proj.weight"] = out[f"{layer}attn.proj.weight"][:, columns]
+        inner = permutation(v.ff, generator)
+        for kind in ("weight", "bias"):
+            out[f"{layer}mlp.fc1.{kind}"] = out[f"{layer}mlp.fc1.{kind}"][inner]
+        out[f"{layer}mlp.fc2.weight"] = out[f"{layer}mlp.fc2.weight"][:, inner]
+    one, two = permutation(v.adapter, generator), permutation(v.adapter, generator)
+    channels = (hidden[:, None] * v.merge**2 + torch.arange(v.merge**2)).flatten()
+    out["model.vision_adapter.fc1.weight"] = state["model.vision_adapter.fc1.weight"][one][
+        :, channels
+    ]
+    out["model.vision_adapter.fc2.weight"] = state["model.vision_adapter.fc2.weight"][two][:, one]
+    out["model.vision_projection.weight"] = out["model.vision_projection.weight"][:, two]
+    return out

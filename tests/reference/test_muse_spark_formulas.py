@@ -12,9 +12,10 @@ from torch import Tensor
 
 from reference import muse_spark
 from reference.layers import centred_norm, input_scaled_norm, rope_in_dtype, unit_norm
-from reference.muse_spark import GatedResidualBoundary, SoftCap
+from reference.muse_spark import SoftCap
 from reference.muse_spark_attention import OutputNormGate
 from reference.muse_spark_moe import Router
+from reference.muse_spark_residual import GatedResidualBoundary
 from tests.reference import muse_spark_toy as toy
 from tests.reference.muse_spark_toy import SMALL
 

@@ -55,6 +55,19 @@ def test_token_by_token_equals_one_prefill() -> None:
         assert_within(toy.run(model, ids, cuts), whole, reordered)
 
 
+def test_the_library_prefill_is_the_same_function() -> None:
+    """PyTorch's attention kernel, as the GPU presets use it, in FP32; ends aligned and not."""
+    model, ids = toy.build(torch.float32), small.tokens(BATCH, CUTS[-1])
+    library = toy.build(torch.float32, prefill_attention="sdpa")
+    whole = toy.run(model, ids, CUTS)
+    reordered = [toy.run(m, ids, CUTS) for m, _ in reorderings(model, model.config, ORDERINGS)]
+    for aligned in (False, True):
+        cache = muse_spark.cache(library.config, BATCH, CUTS[0], "cpu")
+        cache.ends_aligned = aligned
+        got = toy.run(library, ids[:, : CUTS[0]], CUTS[:1], cache)
+        assert_within(got, whole[:, : CUTS[0]], [other[:, : CUTS[0]] for other in reordered])
+
+
 @pytest.fixture(scope="module")
 def bf16() -> tuple[MuseSpark, Trace]:
     """A model, and what the layers of the published one did with its weights."""
