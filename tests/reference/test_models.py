@@ -41,6 +41,10 @@ def test_beam_by_name() -> None:
     assert models.load("beam") is beam
 
 
+def test_a_name_may_be_spelt_as_its_file_is() -> None:
+    assert models.load("muse_spark") is models.load("muse-spark")
+
+
 def test_a_file_by_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(GOOD)

@@ -24,6 +24,23 @@ def test_full_model_is_816b_a42b() -> None:
     assert active_parameter_count(FULL, ends=False) == 42_780_777_984
 
 
+@pytest.mark.parametrize("name", muse_spark.configs)
+def test_counts_by_arithmetic_are_those_of_the_modules(name: str) -> None:
+    c = muse_spark.configs[name]
+    built = muse_spark.build(c, "meta", 0).state_dict()
+    assert parameter_count(c) == sum(t.numel() for t in built.values())
+
+
+def test_published_defaults_are_our_full_preset() -> None:
+    oracle = pytest.importorskip("tests.reference.muse_spark_oracle")
+    mapped = oracle.published_config(FULL).to_dict()
+    released = oracle.transformers.MuseSparkConfig().to_dict()
+    parts = "text_config", "vision_config", "audio_config"
+    for ours, theirs in [(mapped, released), *((mapped[p], released[p]) for p in parts)]:
+        differ = {n: v for n, v in ours.items() if theirs.get(n) != v and n not in parts}
+        assert differ == {}
+
+
 def test_active_counts_only_the_chosen_experts() -> None:
     one_more = replace(FULL, top_k=9)
     expert = 3 * 4096 * 4096
