@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation, KnobValue
-from optimized.decode_attention import COMBINED_COLUMNS, AttentionKnobs
+from optimized.decode_attention import COMBINED_COLUMNS, PROGRAMS, AttentionKnobs
 from optimized.step_kernels import (
     combine_gate_kernel,
     gated_projection_kernel,
@@ -41,32 +41,36 @@ MAX_HELD = 128  # weights of the projection that a thread holds
 
 @dataclass(frozen=True, kw_only=True)
 class StepKnobs:
-    """Of the attention: `warps`, `block` positions at a time, `stages` of the pipelined loop and
-    `splits` of the sequence. Of the output projection: `rows` of W a program, its `row_warps`."""
+    """Of the attention: `warps`, `block` positions at a time, `stages` of the pipelined loop, the
+    `splits` of the sequence and how many blocks are asked for `ahead`. Of the output projection:
+    `rows` of W at a time and its `row_warps`; its programs fit a GPU at once."""
 
     warps: int
     block: int
     stages: int
     splits: int
+    ahead: int
     rows: int
     row_warps: int
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "StepKnobs":
         base = AttentionKnobs.heuristic(shape)
+        width = triton.next_power_of_2(shape["H"]) * shape["d"]
         return cls(
             warps=base.warps,
             block=base.block,
             stages=base.stages,
             splits=base.splits,
-            rows=16,
-            row_warps=8,
+            ahead=2,
+            rows=8 if width >= 512 else 4,
+            row_warps=16 if width >= 512 else 4,
         )
 
     @classmethod
     def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
         found = {**AttentionKnobs.candidates(shape)}
-        return {**found, "rows": (4, 8, 16, 32), "row_warps": (4, 8, 16)}
+        return {**found, "ahead": (0, 1, 2, 4), "rows": (1, 2, 4, 8), "row_warps": (4, 8, 16)}
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
         attention = AttentionKnobs(
@@ -75,6 +79,7 @@ class StepKnobs:
         width = triton.next_power_of_2(shape["H"]) * shape["d"]
         return (
             attention.is_valid(shape)
+            and self.ahead >= 0
             and self.rows * width <= MAX_HELD * 32 * self.row_warps
             and width >= 32 * self.row_warps
         )
@@ -152,6 +157,7 @@ def attend(
     sums = torch.empty((batch * node.heads, splits, dim), **partial)
     stats = torch.empty((batch * node.heads, splits, 2), **partial)
     group = node.heads // node.kv_heads
+    dense = cache.k.stride(1) == dim == cache.v.stride(1)
     launch(
         step_attention_kernel,
         (splits, node.kv_heads, batch),
@@ -186,12 +192,21 @@ def attend(
         SPLITS=splits,
         STAGES=knobs.stages,
         EARLY=tiles == 1,
+        AHEAD=min(knobs.ahead, tiles) if dense else 0,
         MASKED=mask is not None,
         ROTATED=not node.is_full,
         WIDE=INTERPRETED,
         num_warps=knobs.warps,
     )
     return sums, stats, splits
+
+
+def row_tiles(outputs: int, width: int, knobs: StepKnobs) -> int:
+    """How many times `rows` a program multiplies: so many that all programs fit a GPU at once, but
+    no more than its registers hold."""
+    wanted = triton.cdiv(outputs, knobs.rows * PROGRAMS * 8 // knobs.row_warps)
+    most = MAX_HELD * 32 * knobs.row_warps // (knobs.rows * width)
+    return max(1, min(wanted, most))
 
 
 def project(
@@ -203,9 +218,10 @@ def project(
     weight = node.o_proj.weight
     if rows == node.heads and splits <= MAX_FUSED_SPLITS:
         out = torch.empty((1, len(weight)), dtype=gate.dtype, device=gate.device)
+        tiles = row_tiles(len(weight), triton.next_power_of_2(node.heads) * dim, knobs)
         launch(
             gated_projection_kernel,
-            (triton.cdiv(len(weight), knobs.rows),),
+            (triton.cdiv(len(weight), knobs.rows * tiles),),
             sums,
             stats,
             gate,
@@ -219,6 +235,7 @@ def project(
             SPLITS=splits,
             SPLIT_BLOCK=triton.next_power_of_2(splits),
             ROWS=knobs.rows,
+            TILES=tiles,
             num_warps=knobs.row_warps,
         )
         return out
@@ -265,7 +282,8 @@ def offline_cases() -> list[OfflineCase]:
         knobs = StepKnobs.heuristic({"B": 1, "S": length, "H": 6, "Hkv": 1, "d": 128})
         sizes: dict[str, Any] = {"G": 6, "GROUP": 8, "P": 64, "BLOCK": knobs.block}
         sizes |= {"SPLITS": knobs.splits, "STAGES": knobs.stages, "MASKED": True}
-        sizes |= {"ROTATED": length == 512, "EARLY": length == 512, "WIDE": False}
+        sizes |= {"ROTATED": length == 512, "EARLY": length == 512}
+        sizes |= {"AHEAD": 0 if length == 512 else knobs.ahead, "WIDE": False}
         found.append(case(step_attention_kernel, knobs.warps, **sizes))
         sizes = {"SPLITS": knobs.splits, "DIM": 128}
         if knobs.splits > MAX_FUSED_SPLITS:
@@ -273,6 +291,7 @@ def offline_cases() -> list[OfflineCase]:
             found.append(case(combine_gate_kernel, 4, **sizes, COLUMNS=COMBINED_COLUMNS))
         else:
             sizes |= {"H": 6, "HEADS": 8, "SPLIT_BLOCK": 8, "ROWS": knobs.rows}
+            sizes |= {"TILES": row_tiles(5120, 1024, knobs)}
             found.append(case(gated_projection_kernel, knobs.row_warps, **sizes))
     return found
 

@@ -47,7 +47,8 @@ class BoundaryRouterKnobs:
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "BoundaryRouterKnobs":
-        return cls(rows=2, warps=8, split=bool(shape["D"] & (shape["D"] - 1)))
+        wide = shape["D"] > 2048
+        return cls(rows=2, warps=16 if wide else 4, split=False)
 
     @classmethod
     def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:

@@ -54,7 +54,7 @@ class GemvKnobs:
         block = min(1024, triton.next_power_of_2(shape["D"]))
         if shape["O"] * shape["D"] <= HELD_BY_ALL and shape["D"] >= 2048:
             # All thread blocks, each holding its weights, fit a GPU at once, so that none waits.
-            return cls(warps=4, rows=2, block=512, stages=1)
+            return cls(warps=4, rows=2, block=1024, stages=1)
         while shape["D"] % block and block > 256:  # no half-empty load at the end of a row
             block //= 2
         return cls(warps=4 if block >= 1024 else 2, rows=rows, block=block, stages=1)

@@ -14,6 +14,7 @@ from optimized.triton_support import (
     begin,
     exp_fp32,
     let_next_start,
+    prefetch,
     previous_is_done,
     sigmoid_fp32,
 )
@@ -135,13 +136,15 @@ def step_attention_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
     MASKED: tl.constexpr,
     ROTATED: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`EARLY`: a share is one block, read before the previous kernel is done; what it holds was
-    written by earlier steps, except in the slot of this one, which is read again."""
+    written by earlier steps, except in the slot of this one, which is read again. Else the first
+    `AHEAD` blocks, which have to lie densely, are asked for."""
     let_next_start(PDL)
     split, kv_head = tl.program_id(0), tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -152,6 +155,11 @@ def step_attention_kernel(
     v_rows = v_cache + batch * v_batch + kv_head * v_head
     if EARLY:
         k_a, k_b, v = _keys_values(k_rows, v_rows, start + block, S, k_slot, v_slot, P)
+    elif AHEAD > 0:
+        if start + AHEAD * BLOCK <= S:
+            SIZE: tl.constexpr = AHEAD * BLOCK * 2 * P * 2  # bytes
+            prefetch(k_rows + start.to(tl.int64) * k_slot, SIZE, AHEAD, PDL)
+            prefetch(v_rows + start.to(tl.int64) * v_slot, SIZE, AHEAD, PDL)
     previous_is_done(PDL)
 
     columns = half[None, :]
@@ -306,15 +314,20 @@ def gated_projection_kernel(
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One sequence: its H heads, combined from `SPLITS` shares and gated, times `ROWS` rows."""
+    """One sequence: its H heads, combined from `SPLITS` shares and gated, times `TILES` tiles of
+    `ROWS` rows of the weight, held in registers."""
     let_next_start(PDL)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0) * (ROWS * TILES)
     column = tl.arange(0, HEADS * DIM)
-    pointers = weight_ptr + row[:, None] * (H * DIM) + column[None, :]
-    present = (row < O)[:, None] & (column < H * DIM)[None, :]
-    weight = tl.load(pointers, mask=present, other=0.0)
+    held = ()
+    for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
+        row = first + i * ROWS + tl.arange(0, ROWS)
+        present = (row < O)[:, None] & (column < H * DIM)[None, :]
+        pointers = weight_ptr + row[:, None] * (H * DIM) + column[None, :]
+        held = held + (tl.load(pointers, mask=present, other=0.0),)
     head = tl.arange(0, HEADS)[:, None]
     bias = tl.load(bias_ptr + head, mask=head < H, other=0.0)
     previous_is_done(PDL)
@@ -331,5 +344,7 @@ def gated_projection_kernel(
     total = tl.sum(factor * denominator, axis=1)[:, None]
     a = tl.sum(numerator * factor[:, :, None], axis=1) / tl.where(head < H, total, 1.0)
     x = tl.reshape(_gated(a, gate, bias), [HEADS * DIM])
-    products = weight.to(tl.float32) * x[None, :]
-    tl.store(out_ptr + row, tl.sum(products, axis=1).to(tl.bfloat16), mask=row < O)
+    for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
+        row = first + i * ROWS + tl.arange(0, ROWS)
+        y = tl.sum(held[i].to(tl.float32) * x[None, :], axis=1)
+        tl.store(out_ptr + row, y.to(tl.bfloat16), mask=row < O)
