@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.operators import LOW, is_real
-from harness.replay import named_arguments
+from harness.replay import named_arguments, named_results
 from harness.steps import BATCH, LabelledStep
 from harness.trees import clone, leaves, map_tensors
 
@@ -39,6 +39,13 @@ class Case:
     def clones(self, fixed: set[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fresh copies of the arguments, save parameters (storage in `fixed`)."""
         return map_tensors(lambda t: copied(t, fixed), (self.args, self.kwargs))
+
+
+def results_of(node: nn.Module, case: Case, fixed: set[int]) -> dict[str, Tensor]:
+    """What a plain call returns, by name. It cannot alter the case's own tensors."""
+    args, kwargs = case.clones(fixed)
+    with torch.no_grad():
+        return named_results(node, node(*args, **kwargs))
 
 
 def storages(*modules: nn.Module) -> set[int]:

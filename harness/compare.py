@@ -8,7 +8,7 @@ from torch import Tensor
 
 from harness.bounds import CaseNoise
 from harness.operators import is_real
-from harness.trees import bits
+from harness.trees import bits, same_bits
 
 BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8)}
 BEYOND = ">8"
@@ -102,6 +102,10 @@ class Tally:
         """Pool one case, all elements or those of `keep`; returns how many differ."""
         if candidate.numel() == 0:
             return 0
+        if same_bits(candidate, replay):  # most are, and this is one comparison of many
+            kept = candidate.numel() if keep is None else int(keep.expand_as(candidate).sum())
+            self._pool(case, 0, kept, [kept, *[0] * len(BUCKETS)], 0.0)
+            return 0
         distance = ulp_distance(candidate, replay)
         wrong = differs(candidate, replay, self.numerics)
         apart = scaled(candidate, replay)
@@ -119,15 +123,8 @@ class Tally:
             kept = candidate.numel()
         else:
             counts[0] -= candidate.numel() - kept  # what is not kept was set to distance 0
-        self.elements += kept
-        self.differing += differing
-        self.equal += kept - differing
-        self.one += counts[1]
-        for key, count in zip((*BUCKETS, BEYOND), counts, strict=True):
-            self.histogram[key] += count
         top = float(apart.flatten()[worst_place])
-        self.distances[case] = top, kept
-        self.shares[case] = differing / kept if kept else 0.0
+        self._pool(case, differing, kept, counts, top)
         if top > self.worst:
             self.worst, self.worst_case = top, case
             at = torch.unravel_index(torch.tensor(worst_place), candidate.shape)
@@ -135,6 +132,16 @@ class Tally:
             values = candidate.flatten()[worst_place], replay.flatten()[worst_place]
             self.worst_values = float(values[0]), float(values[1])
         return differing
+
+    def _pool(self, case: str, differing: int, kept: int, counts: list[int], top: float) -> None:
+        self.elements += kept
+        self.differing += differing
+        self.equal += kept - differing
+        self.one += counts[1]
+        for key, count in zip((*BUCKETS, BEYOND), counts, strict=True):
+            self.histogram[key] += count
+        self.distances[case] = top, kept
+        self.shares[case] = differing / kept if kept else 0.0
 
     def add_noise(
         self,
@@ -148,16 +155,18 @@ class Tally:
         """Pool one noise replay of a case against the unperturbed one."""
         if perturbed.numel() == 0 or not is_real(perturbed.dtype):
             return
+        size = perturbed.numel() if keep is None else int(keep.expand_as(perturbed).sum())
+        noise = self.noise.setdefault(case, CaseNoise(size, typical=typical))
+        if same_bits(perturbed, replay):
+            noise.counts.append(0)
+            return
         wrong, apart = differs(perturbed, replay, self.numerics), scaled(perturbed, replay)
         moved = (perturbed.to(apart.dtype) - replay).nan_to_num(0.0, 0.0, 0.0)
-        size = perturbed.numel()
         if keep is not None:
             keep = keep.expand_as(wrong)
             wrong, apart, moved = wrong & keep, apart.masked_fill(~keep, 0.0), moved * keep
-            size = int(keep.sum())
         facts = wrong.sum(), apart.max(), moved.abs().max(), moved.square().mean()
         count, top, peak, square = torch.stack([f.double() for f in facts]).tolist()
-        noise = self.noise.setdefault(case, CaseNoise(size, typical=typical))
         noise.counts.append(int(count))
         noise.worst = max(noise.worst, top)
         self.self_noise.peak = max(self.self_noise.peak, peak)

@@ -17,33 +17,10 @@ from harness.operators import is_real
 from harness.replay import GOLDEN, Noise, Plan, Point, Run, named_arguments, replay
 from harness.routes import Deviations, find_flips, kept_rows
 from harness.trees import same_bits
+from harness.weigh import Evidence, Flip, weigh
 from optimized.change import Contract
 
 NAMED = Plan(carry=None, name=True)
-
-
-@dataclass
-class Evidence:
-    """For one rounding: what telling the contract's replay from the flipped one found."""
-
-    point: Point
-    declared: str
-    visible: int = 0
-    elements: int = 0
-    equals_declared: int = 0  # of the visible elements
-    equals_flipped: int = 0
-    differs_flipped: int = 0  # of all elements
-    noise: int = 0  # elements that noise changes where the rounding is not added
-
-
-@dataclass
-class Flip:
-    """The contract's replay of a case with one rounding flipped."""
-
-    point: Point
-    declared: str
-    results: dict[str, Tensor]
-    noise: int = 0  # elements that noise changes where the rounding is not added
 
 
 @dataclass
@@ -303,28 +280,14 @@ class Examination:
 
     def weigh_points(self, reference: nn.Module, prepared: Prepared, seen: Observed) -> None:
         """For each rounding: which of two replays does the candidate equal where they differ?"""
-        mine = self._results(prepared, seen)
         flips: Iterable[Flip] | None = prepared.flips
-        for flip in self.flips(reference, prepared) if flips is None else flips:
-            point = flip.point
-            evidence = self.points.setdefault(point.name, Evidence(point, flip.declared))
-            evidence.noise += flip.noise
-            for name, other in flip.results.items():
-                ours = prepared.contract.results[name]
-                if not ours.numel():
-                    continue
-                counts = _counting(prepared, name, ours)
-                visible = (ours != other) & counts
-                equal = (mine[name] == ours) & visible
-                flipped = (mine[name] == other) & visible
-                apart = (mine[name] != other) & counts
-                sums = [counts.sum(), visible.sum(), equal.sum(), flipped.sum(), apart.sum()]
-                elements, *sums = torch.stack(sums).tolist()
-                evidence.elements += elements
-                evidence.visible += sums[0]
-                evidence.equals_declared += sums[1]
-                evidence.equals_flipped += sums[2]
-                evidence.differs_flipped += sums[3]
+        weigh(
+            self.points,
+            self.flips(reference, prepared) if flips is None else flips,
+            prepared.contract.results,
+            self._results(prepared, seen),
+            prepared.masks,
+        )
 
     def _plain_noise(
         self, reference: nn.Module, prepared: Prepared, plan: Plan, plain: dict[str, Tensor]

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from harness.cases import Case, with_values
+from harness.cases import Case, results_of, with_values
 from harness.operators import LOW, is_real
-from harness.replay import NATIVE, named_arguments, replay
+from harness.replay import named_arguments
 
 REACH = 64.0  # how far a row of a table is stretched in search of a cancellation
 HALVINGS = 36  # of the stretch: down to neighbouring FP32 values
@@ -33,7 +33,11 @@ def tables(node: nn.Module, case: Case, fixed: set[int], besides: set[int]) -> d
 
 
 def vary(
-    node: nn.Module, case: Case, found: dict[str, Tensor], generator: torch.Generator
+    node: nn.Module,
+    case: Case,
+    found: dict[str, Tensor],
+    fixed: set[int],
+    generator: torch.Generator,
 ) -> list[Case]:
     """The call with all tables varied, and for each result one in which sums cancel."""
     if not found:
@@ -44,10 +48,10 @@ def vary(
 
     ids = {id(t): t for t in found.values()}
     cases = [with_values(case, "varied tables", ids, stretched)]
-    results = replay(node, case.args, NATIVE, None, case.kwargs).outputs
+    results = results_of(node, case, fixed)
     for result, tensor in results.items():
         for name, table in found.items() if is_real(tensor.dtype) and tensor.numel() else ():
-            cancelled = cancel(node, case, name, table, result, generator)
+            cancelled = cancel(node, case, (name, table), result, fixed, generator)
             if cancelled is not None:
                 cases.append(cancelled)
                 break
@@ -57,9 +61,9 @@ def vary(
 def cancel(
     node: nn.Module,
     case: Case,
-    name: str,
-    table: Tensor,
+    named: tuple[str, Tensor],
     result: str,
+    fixed: set[int],
     generator: torch.Generator,
 ) -> Case | None:
     """The call with the table such that sums of products cancel: in each row of the result, one
@@ -68,6 +72,7 @@ def cancel(
     Either whole rows of the table are stretched (against another table), or one of two entries to
     which a row is reduced (against the other); the one that cancels more is taken.
     """
+    table = named[1]
     rows, width = table.shape[:-1], table.shape[-1]
     if not rows:
         return None
@@ -78,7 +83,7 @@ def cancel(
     pair[1].scatter_(-1, kept[..., 1:2], 1.0)
     best: tuple[int, Case] | None = None
     for moved, still in (stretched, pair) if width > 1 else (stretched,):
-        found = _bisect(node, case, name, table, result, (moved, still), generator)
+        found = _bisect(node, case, named, result, fixed, (moved, still), generator)
         if found is not None and (best is None or found[0] > best[0]):
             best = found
     return None if best is None else best[1]
@@ -87,15 +92,16 @@ def cancel(
 def _bisect(
     node: nn.Module,
     case: Case,
-    name: str,
-    table: Tensor,
+    named: tuple[str, Tensor],
     result: str,
+    fixed: set[int],
     parts: tuple[Tensor, Tensor],
     generator: torch.Generator,
 ) -> tuple[int, Case] | None:
     """How many rows cancel, and the call: the table times (m * parts[0] + parts[1]), m for each row
     bisected towards where the drawn element changes its sign."""
-    rows, (moved, still) = table.shape[:-1], parts
+    (name, table), (moved, still) = named, parts
+    rows = table.shape[:-1]
 
     def scaled(by: Tensor) -> Case:
         factor = by[..., None] * moved + still
@@ -104,15 +110,12 @@ def _bisect(
         return replace(varied, telling=True)
 
     def elements(by: Tensor) -> Tensor:
-        made = scaled(by)
-        found = replay(node, made.args, NATIVE, None, made.kwargs).outputs[result]
-        return found.reshape(*rows, -1)
+        return results_of(node, scaled(by), fixed)[result].reshape(*rows, -1)
 
+    if results_of(node, case, fixed)[result].shape[: len(rows)] != rows:
+        return None
     low = torch.full(rows, -REACH, device=table.device)
     high = -low
-    shape = replay(node, case.args, NATIVE, None, case.kwargs).outputs[result].shape
-    if shape[: len(rows)] != rows:
-        return None
     at_low = elements(low)
     count = at_low.shape[-1]
     drawn = torch.randint(count, (*rows, 1), generator=generator).to(table.device)

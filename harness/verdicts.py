@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from harness import bounds
 from harness.compare import Tally
-from harness.examine import Evidence, Examination
+from harness.examine import Examination
 from harness.explain import Explanation, Sample, explain, percent
 from harness.records import Drift, PointReport, Routing, UlpReport, Verdict
+from harness.weigh import Evidence
 
 NOT_VISIBLE = "not visible"
 NEITHER = "neither"  # most elements equal neither replay: something else is wrong

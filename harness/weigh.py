@@ -1,0 +1,81 @@
+"""Which of two replays, that differ in one rounding, does a candidate equal where they differ?"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.operators import is_real
+from harness.replay import Point
+
+
+@dataclass
+class Evidence:
+    """For one rounding: what telling the contract's replay from the flipped one found."""
+
+    point: Point
+    declared: str
+    visible: int = 0
+    elements: int = 0
+    equals_declared: int = 0  # of the visible elements
+    equals_flipped: int = 0
+    differs_flipped: int = 0  # of all elements
+    noise: int = 0  # elements that noise changes where the rounding is not added
+
+
+@dataclass
+class Flip:
+    """The contract's replay of a case with one rounding flipped."""
+
+    point: Point
+    declared: str
+    results: dict[str, Tensor]
+    noise: int = 0  # elements that noise changes where the rounding is not added
+
+
+def weigh(
+    points: dict[str, Evidence],
+    flips: Iterable[Flip],
+    ours: dict[str, Tensor],
+    mine: dict[str, Tensor],
+    masks: dict[str, Tensor],
+) -> None:
+    """Add to `points` what the candidate's results `mine` show in one case, against the contract's
+    replay `ours` and each of `flips`; of a result in `masks`, those elements count alone.
+
+    All counts of a case are read at once, since on a card each reading waits.
+    """
+    real = [n for n, t in ours.items() if is_real(t.dtype) and t.numel()]
+    counted = {n: masks[n].expand_as(ours[n]) for n in real if n in masks}
+    elements = sum(int(counted[n].sum()) if n in counted else ours[n].numel() for n in real)
+    differing = {n: mine[n] for n in real if not torch.equal(mine[n], ours[n])}
+    evidence: list[Evidence] = []
+    counts: list[Tensor] = []
+    for flip in flips:
+        found = points.setdefault(flip.point.name, Evidence(flip.point, flip.declared))
+        found.noise += flip.noise
+        found.elements += elements
+        for n in real:
+            counts.append(_counts(ours[n], flip.results[n], counted.get(n), differing.get(n)))
+            evidence.append(found)
+    numbers = torch.stack(counts).tolist() if counts else []
+    for found, (visible, declared, flipped, apart) in zip(evidence, numbers, strict=True):
+        found.visible += visible
+        found.equals_declared += declared
+        found.equals_flipped += flipped
+        found.differs_flipped += apart
+
+
+def _counts(ours: Tensor, other: Tensor, mask: Tensor | None, mine: Tensor | None) -> Tensor:
+    """How many elements of two replays differ, in how many of these the candidate equals the first
+    and the second, and in how many elements it differs from the second; int64 [4]. `mine` is None
+    where the candidate equals `ours`."""
+    visible = ours != other
+    if mine is None:
+        count = (visible if mask is None else visible & mask).sum()
+        return torch.stack((count, count, torch.zeros_like(count), count))
+    found = torch.stack(
+        (visible, (mine == ours) & visible, (mine == other) & visible, mine != other)
+    )
+    return (found if mask is None else found & mask).reshape(4, -1).sum(1)
