@@ -26,12 +26,23 @@ from harness.floors import Floors
 from harness.judge import judge_model, self_test
 from harness.points import points_for_model, points_table
 from harness.protections import Protection, describe
-from harness.records import Audit, AuditedCall, Clocks, Drift, Latency, Paired, Verdict
+from harness.records import (
+    Audit,
+    AuditedCall,
+    Clocks,
+    Drift,
+    Latency,
+    Paired,
+    Routing,
+    Verdict,
+)
 from harness.sandboxed import judge_sandboxed, outside_tree
 from harness.workload import StepInputs, Workload
 from optimized.catalog import load_change
 from optimized.change import Change, apply_change, limit, share
 from optimized.inductor import PREFIX, inductor_change
+
+FLIPS_SHOWN = 8
 
 
 def verify(a: argparse.Namespace) -> int:
@@ -221,6 +232,8 @@ def print_verdict(name: str, verdict: Verdict) -> None:
             ),
             left=5,
         )
+    if verdict.routing is not None:
+        print_routing(verdict.routing)
     if verdict.drift is not None:
         print_drift(verdict.drift)
     if verdict.domain is not None:
@@ -228,6 +241,29 @@ def print_verdict(name: str, verdict: Verdict) -> None:
         cli.print_table(title, ("argument", "as"), verdict.domain.lines(), left=2)
     for note in verdict.notes:
         print(f"note: {note}")
+
+
+def print_routing(found: Routing) -> None:
+    """How many choices were compared, and those that differ, the furthest from a tie first."""
+    if not found.flips:
+        print(f"{found.rows:,} rows of choices compared, none differs")
+        return
+    shown = found.flips[:FLIPS_SHOWN]
+    cli.print_table(
+        f"{found.flipped:,} of {found.rows:,} rows of choices differ; the largest margins",
+        ("call", "output", "row", "margin", "noise explains"),
+        (
+            (
+                flip.where,
+                flip.output,
+                flip.row,
+                "masked out" if flip.margin is None else f"{flip.margin:.3g}",
+                f"{flip.limit:.3g}",
+            )
+            for flip in shown
+        ),
+        left=2,
+    )
 
 
 def print_drift(drift: Drift) -> None:

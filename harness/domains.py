@@ -24,7 +24,7 @@ from harness.observe import Observed
 from harness.policy import DEFAULT, Policy
 from harness.records import Verdict
 from harness.region import RegionCases
-from harness.routes import Deviations
+from harness.routes import Deviations, routing
 from harness.workload import Target, Workload, free_bytes
 from optimized.change import Change
 from optimized.domain import Domain, Facts, domain_of
@@ -94,6 +94,7 @@ def with_domain(
     if not verdict.passed:
         return verdict
     exams: list[Examination] = []
+    routes: list[Deviations] = []
     notes: list[str] = []
     for target in targets:
         if workload.cache_bytes(target) > free_bytes(workload.device) // CACHE_SHARE:
@@ -106,6 +107,7 @@ def with_domain(
             notes.append(_unjudged(target, "too large for the memory that is free"))
         notes += step.notes
         exams.append(step.exam)
+        routes += step.routes
     outputs = tuple(
         verdicts.output_report(exam, tally) for exam in exams for tally in exam.tallies.values()
     )
@@ -116,6 +118,7 @@ def with_domain(
         reason=reason,
         cases=verdict.cases + sum(exam.cases for exam in exams),
         outputs=verdict.outputs + outputs,
+        routing=routing(routes, verdict.routing),
         notes=verdict.notes + tuple(notes),
         targets=tuple(target.name for target in targets),
         domain=tested.domain if reason is None else None,
@@ -140,6 +143,7 @@ class _TimedStep:
             golden=False,
             prefix=self.prefix,
         )
+        self.routes: list[Deviations] = []
         self.notes: list[str] = []
         self.waiting = set(pick_nodes(cases.reference, cases.names, cases.seed, drawn=0))
         self.busy = False
@@ -180,7 +184,8 @@ class _TimedStep:
         plain = not (exam.contract.elides or exam.contract.adds)
         prepared = exam.prepare(ours, case, as_is=plain)
         known = self.cases.deviations.get(case.node, Deviations())
-        seen = exam.judge(ours, mine, prepared, Deviations(dict(known.relative)))
+        self.routes.append(Deviations(dict(known.relative), where=prepared.where))
+        seen = exam.judge(ours, mine, prepared, self.routes[-1])
         if seen is not None:
             self.tested.add(case)
         elif torch.OutOfMemoryError.__name__ in exam.faults.found.get("call", ""):

@@ -24,6 +24,7 @@ from harness.cases import (
     derive,
     near_ties,
     record,
+    results_of,
     storages,
 )
 from harness.examine import Examination, Prepared
@@ -34,7 +35,7 @@ from harness.operators import is_real
 from harness.policy import DEFAULT, Policy
 from harness.records import Verdict
 from harness.replay import NATIVE, replay
-from harness.routes import Deviations
+from harness.routes import Deviations, routing
 from harness.steps import steps
 from harness.tables import tables, vary
 from harness.workload import Workload, free_bytes
@@ -135,14 +136,18 @@ class RegionCases:
         exam = self.measured.beside(storages(self.reference, candidate), limits)
         exam.faults.add("policy", self.refusal)
         samples: list[Sample] = []
+        routes: list[Deviations] = []  # this candidate's flips
         for node in self.nodes() if self.refusal is None else ():
-            found = self._judge_node(exam, node, candidate.get_submodule(node.name), watch)
+            routes.append(Deviations(relative=node.deviations.relative))
+            mine = candidate.get_submodule(node.name)
+            found = self._judge_node(exam, node, mine, routes[-1], watch)
             samples += found[: SAMPLES - len(samples)]
             if exam.decided:
                 break
         exam.noise_runs = self.measured.noise_runs
         exam.notes = [*self.measured.notes, *exam.notes]
-        return verdicts.verdict(exam, "region", [] if until_fault else samples, backend)
+        found = [] if until_fault else samples
+        return verdicts.verdict(exam, "region", found, backend, routing=routing(routes))
 
     def nodes(self) -> Iterator[NodeCases]:
         """Each node, prepared; kept if there is to be another candidate."""
@@ -221,17 +226,22 @@ class RegionCases:
                 prepared.flips = list(self.measured.flips(node.node, prepared))
 
     def _judge_node(
-        self, exam: Examination, node: NodeCases, mine: nn.Module, watch: Watch | None
+        self,
+        exam: Examination,
+        node: NodeCases,
+        mine: nn.Module,
+        routes: Deviations,
+        watch: Watch | None,
     ) -> list[Sample]:
         before = checksums(mine, node.calls, exam.fixed)
         samples = []
-        deviations = Deviations(relative=node.deviations.relative)  # counts this candidate's flips
         order = list(zip(node.prepared, node.weighed, strict=True))
         if exam.limits is not None:
             order.sort(key=lambda pair: -self.kills[pair[0].where])
         for ready, weighed in order:
+            routes.where = ready.where
             try:
-                seen = exam.judge(node.node, mine, ready, deviations)
+                seen = exam.judge(node.node, mine, ready, routes)
                 if seen is not None and watch is not None:
                     watch(ready, seen)
                 if seen is None or exam.decided:
@@ -259,12 +269,12 @@ class RegionCases:
         generator = torch.Generator().manual_seed(self.seed)
         found = derive(calls[0], where, chosen, generator)
         wide = tables(ours, calls[0], self.measured.fixed, {*chosen})
-        found += vary(ours, calls[0], wide, generator)
+        found += vary(ours, calls[0], wide, self.measured.fixed, generator)
         if not first.choices:
             return found
 
         def choose(case: Case) -> torch.Tensor | None:
-            results = replay(ours, case.args, NATIVE, None, case.kwargs).outputs.values()
+            results = results_of(ours, case, self.measured.fixed).values()
             integers = [t for t in results if not t.is_floating_point() and t.ndim > 1]
             return integers[0] if integers else None
 

@@ -29,12 +29,13 @@ class Deviations:
         for i, (a, b) in enumerate(zip(first.choices, perturbed.choices, strict=False)):
             if a.values.shape != b.values.shape:
                 continue
-            finite = torch.isfinite(a.values) & torch.isfinite(b.values)
-            if not bool(finite.any()):
+            if not a.values.numel():
                 continue
+            finite = torch.isfinite(a.values) & torch.isfinite(b.values)
             apart = (a.values.double() - b.values.double()).abs().masked_fill(~finite, 0.0)
             size = a.values.double().abs().masked_fill(~finite, 0.0).max()
-            share = float(apart.max() / size) if float(size) else 0.0
+            # 0 where nothing is finite, or all values are 0
+            share = float((apart.max() / size).nan_to_num(0.0, 0.0, 0.0))
             self.relative[i] = max(self.relative.get(i, 0.0), share)
 
     def note(self, output: str, differs: Tensor, margin: Tensor, limit: Tensor) -> Flip:
@@ -174,14 +175,15 @@ def _finite(margin: float) -> float | None:
     return margin if math.isfinite(margin) else None
 
 
-def routing(found: list[Deviations]) -> Routing | None:
-    """The record of all comparisons; None if nothing returns a choice."""
-    rows = sum(d.rows for d in found)
-    flips = [flip for d in found for flip in d.flips]
-    flips.sort(key=lambda flip: flip.excess, reverse=True)
+def routing(found: list[Deviations], before: Routing | None = None) -> Routing | None:
+    """The record of all comparisons, `before` among them; None if nothing returns a choice."""
+    rows, flipped = sum(d.rows for d in found), sum(d.flipped for d in found)
     if not rows:
-        return None
-    flipped = sum(d.flipped for d in found)
+        return before
+    flips = [flip for d in found for flip in d.flips]
+    if before is not None:
+        rows, flipped, flips = before.rows + rows, before.flipped + flipped, [*before.flips, *flips]
+    flips.sort(key=lambda flip: flip.excess, reverse=True)
     return Routing(rows=rows, flipped=flipped, flips=tuple(flips[:LISTED]))
 
 

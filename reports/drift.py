@@ -6,6 +6,7 @@ from harness.records import DriftRow, Verdict
 from reports import text
 from reports.chart import INK, KEPT, MUTED, RULE, inline
 
+SHOWN = 8  # flips in a table
 WHO = {"result": "the result", "reference": "the reference under noise"}
 
 
@@ -56,6 +57,21 @@ def routing(verdict: Verdict | None) -> str | None:
         f"{said}; the largest margin is {margin}, {text.share(most.limit)} is noise "
         f"({most.where}, {most.output}, row {most.row})."
     )
+
+
+def flips(verdict: Verdict) -> list[tuple[str, str, int, str, str]]:
+    """The choices furthest from a near-tie: call, output, row, margin, what noise explains."""
+    found = verdict.routing.flips[:SHOWN] if verdict.routing is not None else ()
+    return [
+        (
+            flip.where,
+            flip.output,
+            flip.row,
+            "masked out" if flip.margin is None else text.share(flip.margin),
+            text.share(flip.limit),
+        )
+        for flip in found
+    ]
 
 
 def chart(verdict: Verdict | None) -> str | None:

@@ -94,6 +94,8 @@ def context(run: Run) -> dict[str, Any]:
         "facts": facts(run),
         "drift_lines": drift.lines(run.closing_verdict),
         "routing_words": drift.routing(run.closing_verdict),
+        "routing_of": drift.routing,
+        "flips_of": drift.flips,
         "launches": figures.launches,
         "time_us": figures.time_us,
         "verdicts": figures.verdicts,

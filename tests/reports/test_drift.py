@@ -1,6 +1,7 @@
 """The closing verdict's drift and routing in both reports."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,21 @@ def test_a_verdict_without_drift_has_no_table(render, cpu_run: Path) -> None:
 
 def test_nothing_is_shown_before_the_end() -> None:
     assert (lines(None), routing(None), chart(None)) == ([], None, None)
+
+
+def test_a_change_s_flips_are_listed(cpu_run: Path) -> None:
+    run = Run.load(cpu_run)
+    kept = next(a for a in run.attempts if a.region_verdict and a.control is None)
+    assert kept.region_verdict is not None
+    more = replace(FLIP, margin=None, where="layers.4, decode")
+    found = Routing(rows=1288, flipped=2, flips=(more, FLIP))
+    changed = replace(kept, region_verdict=replace(kept.region_verdict, routing=found))
+    run.attempts[run.attempts.index(kept)] = changed
+    shown = markdown(run)
+    assert "- 1,288 rows of choices compared, 2 differ; the largest margin is masked out" in shown
+    assert "| Region routed differently in | Output | Row | Margin | Noise explains |" in shown
+    assert "| layers.4, decode | gate[1] | 60 | masked out | 0.0019 |" in shown
+    assert "| layers.3, prefill | gate[1] | 60 | 0.0012 | 0.0019 |" in shown
+    html = page(run)
+    assert "<td>layers.3, prefill</td><td><code>gate[1]</code></td>" in html
+    assert "Routing: 1,288 rows of choices compared, 2 differ" in html
