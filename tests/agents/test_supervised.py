@@ -1,0 +1,284 @@
+"""A run goes on when a candidate ends the process that it is timed in; nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agents.life import PROCESSES
+from harness.ledger import Ledger
+from harness.records import Attempt, Status
+from tests.agents import acts, killers
+
+ROOT = Path(__file__).parents[2]
+BUDGET = ("--budget-minutes", "10", "--stall-minutes", "0.1")
+# What the keep rule says of a change that is slower: how sure it is depends on the machine.
+MEASURED = "decode got slower by ", "decode gained no more than noise: "
+
+
+def environment(*changes: str) -> dict[str, str]:
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "KILLERS": ",".join(changes)}
+    return {**os.environ, **own}
+
+
+def command(directory: Path, *more: str) -> list[str]:
+    program = [sys.executable, str(Path(killers.__file__))]
+    return [*program, "--resume", str(directory), *BUDGET, *more]
+
+
+def play(directory: Path, *names: str) -> subprocess.Popen:
+    program = [sys.executable, str(Path(acts.__file__)), str(directory), *names]
+    return subprocess.Popen(program, env=environment(), stderr=subprocess.PIPE, text=True)
+
+
+def kinds(directory: Path) -> list[str]:
+    return [event.kind for event in Ledger.open(directory).events()]
+
+
+def attempts(directory: Path) -> dict[str, Attempt]:
+    """What became of each change, without the controls."""
+    decided = Ledger.open(directory).all("attempt", Attempt)
+    return {a.name: a for a in decided if a.control is None}
+
+
+def below(pid: int) -> set[int]:
+    """All processes that `pid` started, with what those started."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = {pid}
+    while more := {p for p, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def running(pids: set[int]) -> set[int]:
+    """Those that still run; a dead one that nobody has waited for does not."""
+    left = set()
+    for pid in pids:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                left.add(pid)
+        except OSError:
+            continue
+    return left
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    last = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < last
+        time.sleep(0.02)
+
+
+def last_event(directory: Path, kind: str) -> bool:
+    ledger = directory / Ledger.NAME
+    return ledger.exists() and kinds(directory)[-1:] == [kind]
+
+
+@pytest.mark.slow
+def test_whatever_ends_the_process_while_a_change_is_timed_the_run_goes_on(tmp_path: Path) -> None:
+    directory = killers.begun(tmp_path / "run").directory
+    # The whole run is killed first, while a change hangs; then it is continued.
+    first = subprocess.Popen(
+        command(directory), env=environment("hangs"), stderr=subprocess.DEVNULL
+    )
+    wait_until(lambda: last_event(directory, "started"))
+    time.sleep(1.0)
+    pids = below(first.pid)
+    assert len(pids) == 2 == len(running(pids))
+    first.kill()
+    first.wait()
+    wait_until(lambda: not running(pids))
+
+    order = ("hangs", "segfaults", "slow", "breaks_the_card", "forks", "slower", "leaves")
+    done = subprocess.run(
+        command(directory), env=environment(*order), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = attempts(directory)
+    assert tuple(found) == order  # each tried once
+    assert [a.index for a in found.values()] == [3, 4, 5, 6, 7, 8, 9]
+    crowded = found["forks"].reason
+    says = {
+        "hangs": "the run's process made no progress for 0.1 minutes, at: timing",
+        "segfaults": "the run's process was killed by SIGSEGV, at: timing",
+        "breaks_the_card": "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "leaves": "SystemExit: 0",
+        "forks": crowded,
+    }
+    assert crowded.startswith("the run's process had ")
+    assert crowded.endswith(f" processes, {PROCESSES} are allowed, at: timing")
+    failed = {name: a.reason for name, a in found.items() if a.status is Status.FAILED}
+    assert failed == says
+    for name in ("slow", "slower"):
+        assert found[name].status is Status.REJECTED
+        assert found[name].reason.startswith(MEASURED)
+    died = [e.data for e in Ledger.open(directory).events() if e.kind == "died"]
+    assert [d["name"] for d in died] == ["hangs", "segfaults", "breaks_the_card", "forks"]
+    assert {d["stage"] for d in died} == {"timing"}
+    assert kinds(directory)[-1] == "stopped" and kinds(directory).count("resumed") == 6
+    assert (directory / "report.html").is_file()
+
+
+def test_a_change_that_ended_the_process_is_decided_and_the_budget_is_one(tmp_path: Path) -> None:
+    run = play(tmp_path / "run", "in_change", "in_change_keeper", "in_change_decided", "0")
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 0, errors
+    found = attempts(tmp_path / "run")
+    assert {name: a.status for name, a in found.items()} == {
+        "change-1": Status.FAILED,
+        "change-2": Status.FAILED,
+        "change-3": Status.REJECTED,
+        "change-102": Status.FAILED,
+    }
+    exits = "the run's process ended with exit status 0 before its work was done, at: in_change"
+    assert found["change-1"].reason == exits
+    keeper = "the run's process was killed with its keeper, at: in_change_keeper"
+    assert found["change-2"].reason == keeper
+    used = [e.data["used_s"] for e in Ledger.open(tmp_path / "run").events() if e.kind == "life"]
+    assert used[0] == 0.0 and used == sorted(set(used))
+    assert errors.count("going on in a new process") == 3
+
+
+ENDS = {
+    "three-in-a-row": (
+        ("in_change", "in_change", "in_change", "0"),
+        "3 times in a row without a change kept or rejected",
+    ),
+    "not-in-a-row": (
+        ("in_change", "in_change", "in_change_decided", "outside"),
+        "at: outside, while no change was tried",
+    ),
+    "outside-a-change": (("outside", "0"), "at: outside, while no change was tried"),
+    "in-a-control": (("in_control", "0"), "at: in_control, while no change was tried"),
+    "our-own-mistake": (("raises", "0"), "ended with ZeroDivisionError: our own mistake, at: rai"),
+}
+
+
+@pytest.mark.parametrize("names, says", ENDS.values(), ids=ENDS.keys())
+def test_a_run_ends_where_another_process_would_not_help(names, says, tmp_path: Path) -> None:
+    run = play(tmp_path / "run", *names)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 2
+    line = errors.splitlines()[-1]
+    assert line.startswith("error: the run's process ") and says in line
+    assert line.endswith(f"continue with --resume {tmp_path / 'run'}")
+    assert ("Traceback" in errors) == ("raises" in names)
+    assert kinds(tmp_path / "run").count("life") == len(names) - (names[-1] == "0")
+    assert (tmp_path / "run" / "report.md").is_file()
+
+
+@pytest.mark.parametrize("act, code", [("0", 0), ("1", 1), ("3", 3), ("crashes_at_its_end", 0)])
+def test_the_exit_code_of_a_run_that_came_to_its_end_is_passed_on(act, code, tmp_path) -> None:
+    run = play(tmp_path / "run", act)
+    assert (run.wait(60), kinds(tmp_path / "run")) == (code, ["run", "life", "stopped"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_of_a_run_that_was_killed_or_interrupted_twice(number, tmp_path) -> None:
+    """Its process hears no signal, and an orphan of it sits in a session of its own."""
+    directory = tmp_path / "run"
+    run = play(directory, "in_change_deaf")
+    wait_until(lambda: last_event(directory, "sleeps"))
+    pids = below(run.pid)
+    assert len(pids) == 3
+    run.send_signal(number)
+    if number != signal.SIGKILL:
+        time.sleep(1.3)
+        assert running(pids) == pids and run.poll() is None  # it is given time
+        run.send_signal(number)
+    _, errors = run.communicate(timeout=60)
+    wait_until(lambda: not running(pids))
+    if number == signal.SIGKILL:
+        assert kinds(directory)[-1] == "sleeps"
+        return
+    assert run.returncode == 130
+    assert errors.splitlines()[-1].endswith(f"interrupted; continue with --resume {directory}")
+    assert kinds(directory)[-1] == "stopped" and "attempt" not in kinds(directory)
+
+
+def test_a_stopped_run_stops_its_process_and_goes_on_with_it(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    run = play(directory, "in_change_deaf")
+    wait_until(lambda: last_event(directory, "sleeps"))
+    (worker,) = {p for p in below(run.pid) if os.getpgid(p) != p and os.getsid(p) != p}
+
+    def state(pid: int) -> str:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    run.send_signal(signal.SIGTSTP)
+    wait_until(lambda: (state(run.pid), state(worker)) == ("T", "T"))
+    run.send_signal(signal.SIGCONT)
+    wait_until(lambda: (state(run.pid), state(worker)) == ("S", "S"))
+    run.kill()
+    run.wait()
+    wait_until(lambda: not running({worker}))
+
+
+CHANGE_FILE = """
+import gc, os, time, torch
+from optimized.change import Change, Contract, Implementation
+
+def build(node, knobs):
+    def forward(x):
+        {body}
+        wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        wide = torch.tanh(wide) + wide * torch.sigmoid(wide)
+        return (wide * node.weight.float()).to(x.dtype)
+    return forward
+
+CHANGE = Change(
+    name="given-{name}",
+    region="scaled_norm",
+    summary="given",
+    contract=Contract(numerics="exact"),
+    implementations=(Implementation(backend="torch", devices=("cpu",), build=build),),
+)
+"""
+BODIES = {
+    "exits_at_once": "os._exit(7)",
+    "is_slow": "gc.isenabled() or time.sleep(0.001)",
+    "exits_when_timed": "gc.isenabled() or os._exit(7)",
+}
+
+
+@pytest.mark.slow
+def test_change_files_are_tried_in_order_after_a_sandboxed_verdict(tmp_path: Path) -> None:
+    directory = killers.begun(tmp_path / "run").directory
+    files = []
+    for name, body in BODIES.items():
+        files.append(tmp_path / f"{name}.py")
+        files[-1].write_text(CHANGE_FILE.format(name=name, body=body))
+    given = [word for file in files for word in ("--change", str(file))]
+    done = subprocess.run(
+        command(directory, *given), env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = attempts(directory)
+    copies = [str(directory / "changes" / file.name) for file in files]
+    assert list(found) == copies
+    at_once, slow, timed = (found[name] for name in copies)
+    assert at_once.status is Status.REJECTED
+    assert "ended with exit status 7 before it answered" in at_once.reason
+    assert (slow.region, slow.backend) == ("scaled_norm", "torch")
+    assert slow.status is Status.REJECTED and slow.reason.startswith(MEASURED)
+    assert timed.status is Status.FAILED
+    ended = "the run's process ended with exit status 7 before its work was done, at: timing"
+    assert timed.reason == ended
+    proposals = [e.data["proposals"] for e in Ledger.open(directory).events()
+                 if e.kind == "proposals"]  # fmt: skip
+    assert proposals[1][0]["hypothesis"] == "given"
+    assert [e.data["files"] for e in Ledger.open(directory).events() if e.kind == "given"] == [
+        copies
+    ]
