@@ -1,14 +1,16 @@
-"""`python -m reports html|md RUN`: a run's report again, from its ledger alone."""
+"""`python -m reports html|md|pictures RUN`: a run's reports again, from its ledger alone; and
+`curve FILE...`: what `harness bench --curve` wrote, as a figure."""
 
 import argparse
 import sys
 from pathlib import Path
 
 from harness import cli
-from harness.errors import ExitCode
-from reports import markdown, page
+from harness.errors import ExitCode, UserError
+from reports import curves, markdown, page
 from reports.files import write_text
 from reports.run import Run
+from reports.write import write_pictures
 
 WRITERS = {"html": (page.NAME, page.page), "md": (markdown.NAME, markdown.markdown)}
 
@@ -28,13 +30,31 @@ def parser() -> argparse.ArgumentParser:
             metavar="FILE",
             help=f"default: {name} in the run directory",
         )
+    pictures = commands.add_parser("pictures", help="write latency.svg and layer.svg")
+    pictures.add_argument("run", type=Path, metavar="RUN", help="a run directory of agents.run")
+    pictures.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: the run's")
+    figure = commands.add_parser("curve", help="draw what harness bench --curve wrote")
+    figure.add_argument("file", type=Path, metavar="FILE", help="a curve-*.json")
+    figure.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: the same name with .svg"
+    )
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    name, write = WRITERS[arguments.command]
+    if arguments.command == "curve":
+        svg = curves.figure(curves.load(arguments.file))
+        print(write_text(arguments.output or arguments.file.with_suffix(".svg"), svg))
+        return ExitCode.DONE
     run = Run.load(arguments.run)
+    if arguments.command == "pictures":
+        paths = write_pictures(run, arguments.output or arguments.run)
+        if not paths:
+            raise UserError(f"{arguments.run} has neither times nor traced layers to draw yet")
+        print(*paths, sep="\n")
+        return ExitCode.DONE
+    name, write = WRITERS[arguments.command]
     print(write_text(arguments.output or arguments.run / name, write(run)))
     return ExitCode.DONE
 

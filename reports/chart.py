@@ -34,11 +34,11 @@ def step_chart(run: Run, kind: str) -> str | None:
     figure = Figure(figsize=(4.4, 2.9), layout="constrained")
     FigureCanvasSVG(figure)
     figure.patch.set_alpha(0)
-    _draw(figure.add_subplot(), path, _visible_baselines(run, kind, path))
+    _draw(figure.add_subplot(), path, visible_baselines(run, kind, path))
     return inline(figure, f"{kind}-")
 
 
-def _levels(path: list[Step]) -> list[float]:
+def levels(path: list[Step]) -> list[float]:
     """Microseconds after each step: a change that was not kept leaves the level as it was."""
     levels: list[float] = []
     for step in path:
@@ -46,21 +46,21 @@ def _levels(path: list[Step]) -> list[float]:
     return levels
 
 
-def _visible_baselines(run: Run, kind: str, path: list[Step]) -> list[tuple[str, float]]:
+def visible_baselines(run: Run, kind: str, path: list[Step]) -> list[tuple[str, float]]:
     shown = []
     for row in baseline_rows(run):
         timing = getattr(row.baseline, kind)
         if timing is None or row.baseline is run.before(kind):
             continue
-        if timing.median_us <= OFF_SCALE * max(_levels(path)):
+        if timing.median_us <= OFF_SCALE * max(levels(path)):
             shown.append((row.baseline.name, timing.median_us))
     return shown
 
 
 def _draw(axes, path: list[Step], baselines: list[tuple[str, float]]) -> None:
-    levels = _levels(path)
+    level_us = levels(path)
     tried = [s.tried_us for s in path if s.tried_us is not None]
-    largest = max([*levels, *tried, *(us for _, us in baselines)])
+    largest = max([*level_us, *tried, *(us for _, us in baselines)])
     scale, unit = next((s, u) for s, u in ((1e6, "s"), (1e3, "ms"), (1.0, "µs")) if largest >= s)
     last = len(path) - 0.5
     edges = [i - 0.5 for i in range(len(path) + 1)]
@@ -78,16 +78,19 @@ def _draw(axes, path: list[Step], baselines: list[tuple[str, float]]) -> None:
         )
     axes.step(
         edges,
-        [level / scale for level in [levels[0], *levels]],
+        [level / scale for level in [level_us[0], *level_us]],
         where="pre",
         color=INK,
         linewidth=1.6,
         solid_joinstyle="miter",
     )
-    for at, (step, level) in enumerate(zip(path, levels, strict=True)):
+    for at, (step, level) in enumerate(zip(path, level_us, strict=True)):
         _mark(axes, at, step, level, scale)
     # Inside the frame's edges, so that they never cover an axis label.
-    for at, level, side, above in ((-0.5, levels[0], "left", 1), (last, levels[-1], "right", -1)):
+    for at, level, side, above in (
+        (-0.5, level_us[0], "left", 1),
+        (last, level_us[-1], "right", -1),
+    ):
         axes.annotate(
             text.number(level / scale),
             (at, level / scale),
@@ -99,7 +102,7 @@ def _draw(axes, path: list[Step], baselines: list[tuple[str, float]]) -> None:
             fontsize=9,
             fontweight="bold",
         )
-    _frame(axes, path, [v / scale for v in [*levels, *tried, *(us for _, us in baselines)]], unit)
+    _frame(axes, path, [v / scale for v in [*level_us, *tried, *(us for _, us in baselines)]], unit)
 
 
 def _mark(axes, at: int, step: Step, level: float, scale: float) -> None:

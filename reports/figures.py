@@ -1,5 +1,6 @@
 """What the reports compute from a run: speed-ups, predictions against results, layers compared."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,10 +13,11 @@ from harness.records import (
     Paired,
     PointReport,
     Status,
+    StepBudget,
     Timing,
     Verdict,
 )
-from reports.run import Run
+from reports.run import Kernels, Run
 
 NOT_VISIBLE = "not visible"
 BASELINE_TITLES = {
@@ -114,6 +116,7 @@ class Step:
     """Where the model stands once one change was tried; `tried_us` is the candidate's own time."""
 
     label: str
+    name: str  # of the change
     status: Status | None  # None: the model before any change
     level: Timing | None  # None: as before
     tried_us: float | None
@@ -124,7 +127,9 @@ def steps(run: Run, kind: str) -> list[Step]:
     before = run.before(kind)
     if before is None:
         return []
-    path = [Step(label="start", status=None, level=getattr(before, kind), tried_us=None)]
+    path = [
+        Step(label="start", name="start", status=None, level=getattr(before, kind), tried_us=None)
+    ]
     measured = {m.name: m for m in run.measured}
     for attempt in run.changes():
         paired: Paired | None = getattr(attempt.latency, kind) if attempt.latency else None
@@ -140,7 +145,13 @@ def steps(run: Run, kind: str) -> list[Step]:
             )
         tried = paired.candidate_us if paired else None
         path.append(
-            Step(label=str(attempt.index), status=attempt.status, level=level, tried_us=tried)
+            Step(
+                label=str(attempt.index),
+                name=attempt.name,
+                status=attempt.status,
+                level=level,
+                tried_us=tried,
+            )
         )
     return path
 
@@ -172,11 +183,69 @@ def layer_pairs(run: Run) -> list[LayerPair]:
     ]
 
 
-def launches(rows: tuple[KernelRow, ...]) -> int:
+def step_budget(kernels: Kernels) -> StepBudget | None:
+    """Where a profiled step's time goes; None without floors.
+
+    Ledgers that lack it hold sums by source line, whose kernels are taken to follow each other.
+    """
+    if kernels.budget is not None or not kernels.rows:
+        return kernels.budget
+    if all(row.floor_us is None for row in kernels.rows):
+        return None
+    known = [(row.time_us, row.floor_us) for row in kernels.rows if row.floor_us is not None]
+    unknown = sum(row.time_us for row in kernels.rows if row.floor_us is None)
+    gaps = sum(row.gap_us or 0.0 for row in kernels.rows)
+    return StepBudget(
+        step_us=time_us(kernels.rows) + gaps,
+        bound_us=sum(min(us, floor) for us, floor in known),
+        gap_us=gaps,
+        rest_us=sum(max(0.0, us - floor) for us, floor in known),
+        unknown_us=unknown,
+        hidden_us=0.0,
+        kernels=launches(kernels.rows),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetLine:
+    """One part of a step, before and after; None where the step was not traced."""
+
+    part: str
+    before_us: float | None
+    after_us: float | None
+
+
+WHOLE = "together: the profiled step"
+PARTS = (
+    ("bound_us", "bytes and operations, at the measured ceilings"),
+    ("gap_us", "launch gaps: nothing ran"),
+    ("rest_us", "ramps, waiting for the kernel before, work beyond the floor"),
+    ("unknown_us", "kernels whose bytes are not known"),
+    ("step_us", WHOLE),
+    ("hidden_us", "besides, hidden behind other kernels"),
+)
+
+
+def budget_lines(run: Run) -> list[BudgetLine]:
+    """The parts of a decode step that are not nothing, whole step included."""
+    sides = {when: step_budget(kernels) for when, kernels in run.kernels.items()}
+    before, after = sides.get("before"), sides.get("after")
+    lines = [
+        BudgetLine(
+            part=words,
+            before_us=None if before is None else getattr(before, name),
+            after_us=None if after is None else getattr(after, name),
+        )
+        for name, words in PARTS
+    ]
+    return [line for line in lines if line.before_us or line.after_us]
+
+
+def launches(rows: Sequence[KernelRow]) -> int:
     return sum(row.calls for row in rows)
 
 
-def time_us(rows: tuple[KernelRow, ...]) -> float:
+def time_us(rows: Sequence[KernelRow]) -> float:
     return sum(row.time_us for row in rows)
 
 

@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 
 from harness.protections import describe
 from harness.records import Status, Timing
-from reports import drift, figures, text
+from reports import drift, figures, layer, text
 from reports.run import Run
 
 KINDS = ("decode", "prefill")
@@ -39,6 +39,7 @@ def environment(*, autoescape: bool) -> Environment:
         text.share,
         text.percent,
         text.count,
+        text.megabytes,
         text.date,
         text.knobs,
     )
@@ -96,6 +97,9 @@ def context(run: Run) -> dict[str, Any]:
         "routing_words": drift.routing(run.closing_verdict),
         "routing_of": drift.routing,
         "flips_of": drift.flips,
+        "budget_lines": figures.budget_lines(run),
+        "whole_step": figures.WHOLE,
+        "layer_picture": layer.layer(run, standalone=False),
         "launches": figures.launches,
         "time_us": figures.time_us,
         "verdicts": figures.verdicts,

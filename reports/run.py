@@ -19,6 +19,7 @@ from harness.records import (
     LayerMap,
     Proposal,
     Status,
+    StepBudget,
     Timing,
     Verdict,
 )
@@ -48,6 +49,7 @@ class Kernels:
     step_us: float | None  # the step unprofiled
     profiled_step_us: float | None
     attributed_share: float | None  # share of device time with a module and a source line
+    budget: StepBudget | None = None  # where the step's time goes; older ledgers lack it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +213,7 @@ def _kernels(run: Run, data: dict[str, Any]) -> None:
         step_us=data.get("step_us"),
         profiled_step_us=data.get("profiled_step_us"),
         attributed_share=data.get("attributed_share"),
+        budget=StepBudget.from_json(data["budget"]) if data.get("budget") else None,
     )
 
 

@@ -94,6 +94,11 @@ def size(value: int | None) -> str:
     return f"{value} B"
 
 
+def megabytes(value: int | None) -> str:
+    """18.35 MB, in powers of 1000 as bandwidths are."""
+    return NONE if value is None else f"{number(value / 1e6, 3)} MB"
+
+
 def date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 

@@ -2,18 +2,26 @@
 
 from pathlib import Path
 
-from reports import markdown, page
+from reports import latency, layer, markdown, page
 from reports.files import write_text
 from reports.run import Run
 from reports.summary import write_summary
 
 
 def write_reports(run_dir: Path) -> list[Path]:
-    """Write summary.json, report.md and report.html into `run_dir`; returns their paths."""
+    """Write summary.json, report.md, report.html and what can be drawn of latency.svg and layer.svg
+    into `run_dir`; returns their paths."""
     run_dir = Path(run_dir)
     run = Run.load(run_dir)
     return [
         write_summary(run_dir),
         write_text(run_dir / markdown.NAME, markdown.markdown(run)),
         write_text(run_dir / page.NAME, page.page(run)),
+        *write_pictures(run, run_dir),
     ]
+
+
+def write_pictures(run: Run, folder: Path) -> list[Path]:
+    """The two pictures of a run, as standalone SVG; what was not measured is not drawn."""
+    drawn = {latency.NAME: latency.latency(run), layer.NAME: layer.layer(run)}
+    return [write_text(folder / name, svg) for name, svg in drawn.items() if svg is not None]

@@ -174,7 +174,8 @@ def test_bare_run_still_reports(report: Callable[[Run], str], cpu_run: Path) -> 
     assert in_order(text, "beam mini, decode-bs1", "not measured", "No layer was traced")
 
 
-def test_write_reports_leaves_three_files(cpu_run: Path) -> None:
+def test_write_reports_leaves_all_files(cpu_run: Path) -> None:
     paths = write_reports(cpu_run)
-    assert [p.name for p in paths] == ["summary.json", "report.md", "report.html"]
+    names = ["summary.json", "report.md", "report.html", "latency.svg", "layer.svg"]
+    assert [p.name for p in paths] == names
     assert paths[1].read_text() == markdown(Run.load(cpu_run))
