@@ -23,7 +23,20 @@ def pick_nodes(model: nn.Module, names: list[str], seed: int, drawn: int = DRAWN
 def kind(node: nn.Module) -> object:
     """What tells a node from others of its region: class, parameters and settings, but no floats
     and counters, in which each layer may differ."""
+    return repr((behaviour(node), [(n, t.shape, t.dtype) for n, t in node.state_dict().items()]))
+
+
+def behaviour(node: nn.Module) -> object:
+    """What tells a node's code path from that of others of its region: its kind, sizes aside."""
     settings = {k: v for k, v in vars(node).items() if isinstance(v, (str, bool, tuple))}
-    shapes = [(n, t.shape, t.dtype) for n, t in node.state_dict().items()]
     children = tuple((n, type(m).__qualname__) for n, m in node.named_modules())
-    return repr((type(node).__qualname__, sorted(settings.items()), shapes, children))
+    return repr((type(node).__qualname__, sorted(settings.items()), children))
+
+
+def one_of_each(model: nn.Module, names: list[str], seed: int) -> set[str]:
+    """One node of every behaviour, drawn by `seed`."""
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        groups.setdefault(behaviour(model.get_submodule(name)), []).append(name)
+    drawn = random.Random(seed)
+    return {drawn.choice(members) for members in groups.values()}

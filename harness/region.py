@@ -5,7 +5,6 @@ derived calls, the contract's replays, noise, FP64 results, replays with one rou
 one candidate the nodes are prepared one after the other and forgotten; for several they are kept.
 """
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from harness.cases import (
 )
 from harness.examine import Examination, Prepared
 from harness.explain import Sample
-from harness.nodes import pick_nodes
+from harness.nodes import one_of_each, pick_nodes
 from harness.observe import Observed, checksums
 from harness.operators import is_real
 from harness.policy import DEFAULT, Policy
@@ -70,7 +69,7 @@ class RegionCases:
 
     reference: nn.Module
     names: list[str]
-    derived_from: str
+    derived_from: set[str]  # one node of each behaviour
     recorded: list[Case]
     seed: int
     runs: int  # noise replays of a typical case
@@ -110,7 +109,7 @@ class RegionCases:
         return cls(
             reference=reference,
             names=called,
-            derived_from=random.Random(seed).choice(called or [""]),
+            derived_from=one_of_each(reference, called, seed),
             recorded=recorded,
             seed=seed,
             runs=max(2, -(-policy.permutations // max(1, len(recorded)))),
@@ -191,7 +190,7 @@ class RegionCases:
         """All cases of one node: noise first, so that routing margins are known."""
         exam, node = self.measured, self.reference.get_submodule(name)
         calls = _calls(self.recorded, name)
-        cases = calls + (self._derived(node, calls) if name == self.derived_from else [])
+        cases = calls + (self._derived(node, calls) if name in self.derived_from else [])
         ready = NodeCases(name, node, calls, [], Deviations(), [])
         self.deviations[name] = ready.deviations
         flips = 0
