@@ -52,7 +52,8 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention by its equation; q [B, H, T, d], k, v [B, Hkv, S, d].
 
-    `probabilities` sees softmax's result, so that a rounding may be added there.
+    `probabilities` sees softmax's result, so that a rounding may be added there. As in PyTorch's
+    own, a query that sees nothing gets zeros.
     """
     if k.shape[1] != q.shape[1]:
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
@@ -65,7 +66,9 @@ def attention(
             scores = scores.masked_fill(~mask, -torch.inf)
         else:
             scores = scores + mask
-    return probabilities(torch.softmax(scores, dim=-1)) @ v
+    p = torch.softmax(scores, dim=-1)
+    sees = (scores > -torch.inf).any(dim=-1, keepdim=True)
+    return probabilities(torch.where(sees, p, 0.0)) @ v
 
 
 def keywords(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
