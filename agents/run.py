@@ -209,6 +209,7 @@ def require_compiler() -> None:
 def describe(workload: "Workload", a: argparse.Namespace, minutes: float) -> str:
     chosen = workload.target(a.target)
     scale = "a toy, so its sizes are cut down; " if workload.toy else ""
+    scale += f"{workload.note}; " if workload.note else ""
     return (
         f"{workload.name} {workload.preset} on {workload.device.type}: "
         f"{workload.weight_bytes / 2**30:.3g} GiB of weights; {scale}"
@@ -231,6 +232,7 @@ def start(a: argparse.Namespace, workload: "Workload") -> Ledger:
             "target": a.target,
             "model": a.model,
             "preset": workload.preset,
+            **({"note": workload.note} if workload.note else {}),
             "device": workload.device.type,
             "proposer": a.proposer,
             "seed": a.seed,

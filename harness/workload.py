@@ -125,6 +125,11 @@ class Workload:
         return sum(t.numel() for t in meta.state_dict().values())
 
     @property
+    def note(self) -> str:
+        """What a preset says about itself, for every report: the `note` of its configuration."""
+        return getattr(self.config, "note", "")
+
+    @property
     def toy(self) -> bool:
         return self.parameters < TOY_PARAMETERS
 

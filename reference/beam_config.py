@@ -41,6 +41,16 @@ class BeamConfig:
     def is_dense(self, layer: int) -> bool:
         return layer < self.dense_layers
 
+    @property
+    def note(self) -> str:
+        """What a report has to say about a shard."""
+        if self.tp == 1:
+            return ""
+        return (
+            f"what one of {self.tp} tensor-parallel ranks holds and computes, sums over ranks the "
+            f"identity; {self.layers} of {BeamConfig.layers} layers"
+        )
+
     def shard(self, tp: int) -> "BeamConfig":
         """What one of `tp` tensor-parallel ranks holds and computes."""
         split = ("query_heads", "kv_heads", "dense_ff", "expert_ff", "vocabulary")

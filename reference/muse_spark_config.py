@@ -92,6 +92,16 @@ class MuseSparkConfig:
         and every fourth before it."""
         return (self.layers - 1 - layer) % self.full_every == 0
 
+    @property
+    def note(self) -> str:
+        """What a report has to say about a shard."""
+        if self.tp == 1:
+            return ""
+        return (
+            f"what one of {self.tp} tensor-parallel ranks holds and computes, sums over ranks the "
+            f"identity; {self.layers} of {MuseSparkConfig.layers} layers"
+        )
+
     def shard(self, tp: int, rank: int = 0) -> "MuseSparkConfig":
         """What rank `rank` of `tp` tensor-parallel ranks holds and computes of the decoder.
 

@@ -126,6 +126,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     """What was run, on what, and what that machine can do, as names and values."""
     header, rows = run.header, []
     rows.append(("Model", f"{header.model}, preset {header.preset}, seed {header.seed}"))
+    if header.note:
+        rows.append(("Which is", header.note))
     rows.append(("Target", f"{header.target}; proposer {header.proposer}"))
     rows += [(f"Timed as {kind}", words) for kind, words in header.workload.items()]
     given = {name: value for name, value in header.options.items() if value is not None}

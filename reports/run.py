@@ -39,6 +39,7 @@ class Header:
     proposer: str
     options: dict[str, Any]
     workload: dict[str, str]
+    note: str = ""  # what the preset says about itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,7 @@ class Run:
             **{name: event.data[name] for name in names},
             options=dict(event.data.get("options") or {}),
             workload=dict(event.data.get("workload") or {}),
+            note=event.data.get("note") or "",
         )
         time_s = event.time_s
         return cls(directory=directory, header=header, started_s=time_s, ended_s=time_s)

@@ -79,6 +79,11 @@ def test_one_rank_of_eight_fits_a_card_with_its_caches() -> None:
     state = muse_spark.build(c, "meta", 0).state_dict()
     weights = sum(t.nbytes for t in state.values())
     caches = [muse_spark.cache(c, batch, 100_000, "meta").nbytes for batch in (1, 8)]
+    assert c.note == (
+        "what one of 8 tensor-parallel ranks holds and computes, sums over ranks the identity; "
+        "34 of 62 layers"
+    )
+    assert FULL.note == ""
     assert round(weights / GIB, 1) == 105.3
     assert [round(size / GIB, 2) for size in caches] == [0.45, 3.63]
 

@@ -8,6 +8,7 @@ import pytest
 from harness.errors import UserError
 from harness.ledger import Ledger
 from harness.records import Status
+from reports.render import facts
 from reports.run import Run
 
 
@@ -71,6 +72,13 @@ def test_continued_run_counts_sessions_and_keeps_the_anchor(cpu_run: Path) -> No
     run = Run.load(cpu_run)
     assert run.finished is False
     assert run.after is not None and run.after.decode.median_us == 761.0  # measured, not final
+
+
+def test_what_a_preset_says_about_itself_is_in_the_report(cpu_run: Path) -> None:
+    assert "Which is" not in dict(facts(Run.load(cpu_run)))
+    path = cpu_run / Ledger.NAME
+    path.write_text(path.read_text().replace('"preset": ', '"note": "half of it", "preset": ', 1))
+    assert dict(facts(Run.load(cpu_run)))["Which is"] == "half of it"
 
 
 def test_not_a_run(tmp_path: Path) -> None:
