@@ -24,7 +24,7 @@ from harness.records import Ceilings, Paired
 from harness.step import Mode
 from harness.workload import TARGETS, Target, Workload, target
 from optimized.catalog import changes
-from optimized.change import Change, apply_change, nodes, share
+from optimized.change import Change, apply_change, nodes, region_of, share
 from optimized.compiled import compile_node
 from optimized.peers.peer import Bound, Peer, peers
 from optimized.plan import Plan, make_knobs
@@ -135,13 +135,21 @@ class PeerBench:
             yield Ours(change=change, backend=backend, tree=tree)
 
     def rivals(self, region: str) -> list[Peer]:
-        """What ours is timed against: PyTorch, torch.compile, and the libraries' functions."""
-        known = [
-            universal(TORCH, region, lambda node: node.forward),
-            universal(COMPILED, region, lambda node: compile_node(node, {})),
-            *(peer for peer in self.peers if peer.region == region),
-        ]
+        """What ours is timed against: PyTorch, torch.compile, and the libraries' functions.
+
+        A region with others inside (a whole layer) is not compiled: that takes minutes for each
+        shape, and the baselines are what shows it.
+        """
+        known = [universal(TORCH, region, lambda node: node.forward)]
+        if not self._holds_others(region):
+            known.append(universal(COMPILED, region, lambda node: compile_node(node, {})))
+        known += [peer for peer in self.peers if peer.region == region]
         return [p for p in known if not self.against or p.name.startswith(self.against)]
+
+    def _holds_others(self, region: str) -> bool:
+        first = self.workload.model.get_submodule(nodes(self.workload.model, region)[0])
+        compared = {ours.change.region for ours in self.ours}
+        return any(region_of(m) in compared for m in first.modules() if m is not first)
 
     def rows(self, counts: Sequence[int]) -> Iterator[PeerRow]:
         """Every region at `counts` rows, the ends first."""
@@ -175,9 +183,18 @@ class PeerBench:
         calls = 1 if self.cold_l2 else job.chain(cache)
         self.note(f"  {job.label} ({job.region}), {calls} calls in a row")
         chain = [_call(node.forward, args) for node, args in zip(mine, job.calls, strict=True)]
-        with self._step(chain, calls) as step:
+        rivals = self.rivals(job.region)
+        try:
+            step = self._step(chain, calls) if rivals else None
+        except (*FAILURES, UserError) as error:
+            for rival in rivals:
+                yield self._row(job, ours, rival.name, None, calls, f"ours: {said(error)}", note)
+            return
+        if step is None:
+            return
+        with step:
             effect = None
-            for rival in self.rivals(job.region):
+            for rival in rivals:
                 absent = self.absent.get(rival.name)
                 if absent is None and self.spent:
                     absent = "the budget was spent before"
@@ -201,8 +218,7 @@ class PeerBench:
                 options: Any = {"budget_s": self.pair_s, "cold_l2": self.cold_l2}
                 return None, compare(base, step, effect, **options)
         except (*FAILURES, UserError) as error:
-            first = (str(error).splitlines() or [""])[0]
-            return f"{type(error).__name__}: {first}", None
+            return said(error), None
 
     def _bound(self, job: Job, rival: Peer) -> Iterator[Call]:
         for name, args in zip(job.names, job.calls, strict=True):
@@ -263,6 +279,11 @@ def universal(name: str, region: str, forward: Callable[[nn.Module], Callable[..
 
     both = "cpu", "cuda"
     return Peer(name=name, region=region, library="torch", bind=bind, devices=both)
+
+
+def said(error: BaseException) -> str:
+    """What went wrong, on one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Call:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.bench_peers import COMPILED, FAILURES, TORCH, Ours, PeerBench
+from harness.bench_peers import COMPILED, FAILURES, TORCH, Ours, PeerBench, said
 from harness.errors import SelfTestError
 from harness.record import Record
 from harness.records import PointReport, Verdict
@@ -71,8 +71,7 @@ def _judge(bench: PeerBench, ours: Ours, rivals: Sequence[Peer]) -> Iterator[Pee
                 )
             yield _verdict(ours, rival, cases.judge(tree, backend))
         except (*FAILURES, SelfTestError) as error:
-            first = (str(error).splitlines() or [""])[0]
-            yield _unjudged(ours, rival, f"{type(error).__name__}: {first}")
+            yield _unjudged(ours, rival, said(error))
             torch.cuda.empty_cache()
 
 

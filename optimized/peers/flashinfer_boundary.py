@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from optimized.peers.layouts import rows
+from optimized.peers.layouts import no_rows, rows
 from optimized.peers.peer import Bound, Peer
 
 
@@ -28,5 +28,6 @@ PEERS = (
         region="residual_boundary",
         library="flashinfer.norm",
         bind=bind,
+        guard=no_rows,
     ),
 )

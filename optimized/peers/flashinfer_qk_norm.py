@@ -48,7 +48,9 @@ def bind(
 
 
 def guard(node: Any, *args: Tensor) -> str | None:
-    """Why the caches cannot be written in place, or None."""
+    """Why it cannot take the call, or None: nothing to do, or caches it cannot write in place."""
+    if not args[0].numel():
+        return "no rows"
     if not (args[7].is_contiguous() and args[8].is_contiguous()):
         return "the caches are not contiguous"
     return None

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from optimized.peers.layouts import side_by_side
+from optimized.peers.layouts import no_rows, side_by_side
 from optimized.peers.peer import Bound, Peer
 
 
@@ -21,5 +21,6 @@ PEERS = (
         region="swiglu",
         library="flashinfer.activation",
         bind=bind,
+        guard=no_rows,
     ),
 )

@@ -1,5 +1,7 @@
 """Tensors as libraries take them: rows in two dimensions, halves side by side, keys with values."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,11 @@ from torch import Tensor
 def rows(x: Tensor) -> Tensor:
     """[..., d] as [rows, d], contiguous."""
     return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def no_rows(node: Any, x: Tensor, *rest: Tensor) -> str | None:
+    """Why a kernel that cannot be launched for nothing cannot take the call, or None."""
+    return None if x.numel() else "no rows"
 
 
 def tokens(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from optimized.peers.layouts import rows
+from optimized.peers.layouts import no_rows, rows
 from optimized.peers.peer import Bound, Peer
 
 
@@ -24,16 +24,12 @@ def bind(node: Any, y: Tensor, h: Tensor, post_weight: Tensor, pre_weight: Tenso
     return Bound(run=run, finish=finish)
 
 
-def guard(node: Any, y: Tensor, *rest: Tensor) -> str | None:
-    return None if y.numel() else "no rows"
-
-
 PEERS = (
     Peer(
         name="quack rmsnorm, twice",
         region="residual_boundary",
         library="quack",
         bind=bind,
-        guard=guard,
+        guard=no_rows,
     ),
 )
