@@ -41,16 +41,17 @@ class Tested:
     candidate: nn.Module
     calls: list[tuple[str, Facts]] = field(default_factory=list)
 
-    def __call__(self, prepared: Prepared, _seen: Observed) -> None:
-        self.add(prepared.case)
+    def __call__(self, prepared: Prepared, seen: Observed) -> None:
+        self.add(prepared.case, seen)
 
-    def add(self, case: Case) -> None:
-        if self.declined(case) is None:
+    def add(self, case: Case, seen: Observed) -> None:
+        if seen.declined is None and self.declined(case) is None:
             names = argument_names(self.candidate.get_submodule(case.node))
             self.calls.append((case.node, facts_of(names, case.args)))
 
     def declined(self, case: Case) -> str | None:
-        """Why the kernel's own guard leaves the call to the reference, or None."""
+        """Why the kernel's own guard leaves the call to the reference, or None. One in another
+        process says so once it is called (`Observed.declined`)."""
         declines = getattr(self.candidate.get_submodule(case.node), "declines", None)
         return None if declines is None else declines(*case.args)
 
@@ -177,7 +178,7 @@ class _TimedStep:
     def _judge(self, case: Case) -> None:
         exam, declined = self.exam, self.tested.declined(case)
         if declined is not None:
-            self._note(f"{self.target.name}: the reference runs, its kernel declines: {declined}")
+            self._declines(declined)
             return
         ours = self.cases.reference.get_submodule(case.node)
         mine = self.tested.candidate.get_submodule(case.node)
@@ -187,10 +188,15 @@ class _TimedStep:
         self.routes.append(Deviations(dict(known.relative), where=prepared.where))
         seen = exam.judge(ours, mine, prepared, self.routes[-1])
         if seen is not None:
-            self.tested.add(case)
+            self.tested.add(case, seen)
+            if seen.declined is not None:
+                self._declines(seen.declined)
         elif torch.OutOfMemoryError.__name__ in exam.faults.found.get("call", ""):
             del exam.faults.found["call"]
             self._too_large(case)
+
+    def _declines(self, why: str) -> None:
+        self._note(f"{self.target.name}: the reference runs, its kernel declines: {why}")
 
     def _too_large(self, case: Case) -> None:
         self._note(_unjudged(self.target, f"a call of {case.node} is too large"))

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.trees import VECTOR, once
+
 ALIGNMENT = 256  # bytes; no kernel wants more
 MARGIN = 256  # bytes of PATTERN on each side of a tensor
 PATTERN = 0xA5
@@ -148,7 +150,8 @@ def place(block: Tensor, spot: dict[str, Any]) -> Tensor:
 
 
 class Layout:
-    """Where tensors lie in a block: each on a boundary, with margins around it."""
+    """Where tensors lie in a block: each with margins around it, with its own strides, and as far
+    from a boundary as it is, so that the other side gets the call that the judge made."""
 
     def __init__(self) -> None:
         self.end = MARGIN
@@ -161,10 +164,10 @@ class Layout:
         if id(tensor) in self.by_id:
             return self.by_id[id(tensor)]
         stride = tensor.stride()
-        if 0 in stride or not tensor.numel():
+        if not tensor.numel():
             stride = torch.empty(tensor.shape, device="meta").stride()
         spot = {
-            "offset": self.end,
+            "offset": self.end + tensor.data_ptr() % VECTOR,
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": tuple(tensor.shape),
             "stride": tuple(stride),
@@ -172,7 +175,7 @@ class Layout:
         nbytes = extent(
             torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
         )
-        self.end = -(-(self.end + nbytes + MARGIN) // ALIGNMENT) * ALIGNMENT
+        self.end = -(-(spot["offset"] + nbytes + MARGIN) // ALIGNMENT) * ALIGNMENT
         self.spots.append(spot | {"nbytes": nbytes})
         self.tensors.append(tensor)
         self.by_id[id(tensor)] = len(self.tensors) - 1
@@ -191,13 +194,13 @@ class Layout:
         for first, last in self.gaps():
             block[first:last] = PATTERN
         for tensor, spot in zip(self.tensors, self.spots, strict=True):
-            place(block, spot).copy_(tensor)
+            once(place(block, spot)).copy_(once(tensor))
 
     def read_back(self, block: Tensor) -> int:
         """Copy every tensor from its place; returns how many bytes of the margins were changed."""
         for tensor, spot in zip(self.tensors, self.spots, strict=True):
             if tensor.numel():
-                tensor.copy_(place(block, spot))
+                once(tensor).copy_(once(place(block, spot)))
         return self.changed(block)
 
     def changed(self, block: Tensor) -> int:

@@ -30,11 +30,13 @@ class CandidateError(Exception):
 
 @dataclass
 class Observed:
-    """One call: `results` by the reference's names for them, `arguments` as they are afterwards."""
+    """One call: `results` by the reference's names for them, `arguments` as they are afterwards.
+    `declined` is why another process's own guard left the call to the reference."""
 
     results: dict[str, Tensor]
     arguments: dict[str, Tensor]
     integers: dict[str, list[Tensor]] = field(default_factory=dict)
+    declined: str | None = None
 
 
 def observe(node: nn.Module, reference: nn.Module, case: Case, fixed: set[int]) -> Observed:
@@ -58,6 +60,7 @@ def observe(node: nn.Module, reference: nn.Module, case: Case, fixed: set[int]) 
         results={name: t.clone() for name, t in named_results(reference, result).items()},
         arguments=named_arguments(reference, args, kwargs),
         integers=integers,
+        declined=getattr(node.forward, "declined", None),
     )
 
 

@@ -26,6 +26,7 @@ from harness.stats import abba_differences, detectable, median, median_interval,
 from harness.step import Mode
 from harness.trees import leaves, map_tensors, same_bits
 from harness.workload import Workload
+from optimized.domain import Domain
 
 BLOCKS = 5  # of base, candidate, candidate, base
 SLOPE_S = 0.1  # of a slope's larger burst
@@ -123,7 +124,7 @@ def audit(timed: Bursts, fresh: Candidate, count: int) -> str | None:
     args = map_tensors(lambda t: by_copy[id(t)], args)
     theirs: Any = None
     for run in timed.order(count):
-        theirs, _ = fresh.call(timed.node, args[run], {})
+        theirs = fresh.call(timed.node, args[run], {})[0]
     mine, expected = dict(leaves(ours)), dict(leaves(theirs))
     if mine.keys() != expected.keys():
         return "what was timed returns something else than an untimed call"
@@ -213,7 +214,7 @@ def call_slots(
 
 def latency(
     sandbox: Sandbox, candidate: Candidate, change: str, backend: str | None, workload: Workload,
-    targets: Sequence[str],
+    targets: Sequence[str], domain: Domain | None = None,
 ) -> Latency:  # fmt: skip
     """The model with the change against the model without it, each in a worker of its own; what
     differs between timed and untimed results becomes a finding of the candidate."""
@@ -221,6 +222,8 @@ def latency(
     base = sandbox.open(None)
     fresh = sandbox.open(change, backend)
     try:
+        if domain is not None:  # as `candidate` is
+            fresh.limit(domain)
         for name in targets:
             kind = workload.target(name).kind
             mode: Mode = default_mode(workload.device) if kind == "decode" else "eager"

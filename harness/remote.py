@@ -20,6 +20,7 @@ from harness.observe import POISON, CandidateError
 from harness.records import Verdict
 from harness.workload import free_bytes
 from optimized.change import Change, Contract, share
+from optimized.domain import Domain
 
 if TYPE_CHECKING:
     from harness.sandbox import Sandbox
@@ -88,8 +89,11 @@ class Candidate:
         self.notes.update(dict.fromkeys(map(str, answer.get("notes", ()))))
         refusals = [str(text) for text in answer.get("refusals", ())]
         self.notes.update(dict.fromkeys(refusals))
+        # Of a call to a replaced module its own guard says whether the reference was to run; inside
+        # a larger one it may have been for any of them.
+        excused = answer["declined"] if "declined" in answer else refusals
         for name in answer.get("dispatched", ()):
-            if not refusals:
+            if not excused:
                 self.findings.setdefault(f"dispatches the reference: calls the {name} it replaces")
 
     def grow(self, which: str, size: int) -> None:
@@ -107,11 +111,21 @@ class Candidate:
         if "error" in told:
             raise CandidateError(f"cannot map the judge's memory: {told['error']}")
 
+    def limit(self, domain: Domain) -> None:
+        """Let the change run inside `domain` only, as `optimized.change.limit` does."""
+        told = self.process.ask(
+            {"op": "limit", "domain": domain.to_json()}, seconds=self.limits.load_s
+        )
+        self.hear(told)
+        if "error" in told:
+            raise CandidateError(str(told["error"]))
+
     def call(
         self, node: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, list[Tensor]]]:
-        """Call a node there: its result and the integers its submodules returned, as copies; the
-        tensors of the arguments become what the call left in them."""
+    ) -> tuple[Any, dict[str, list[Tensor]], str | None]:
+        """Call a node there: its result, the integers its submodules returned, as copies, and why
+        its own guard declined, if so; the tensors of the arguments become what the call left in
+        them."""
         layout = Layout()
         blob = pack((args, kwargs), layout, self.sandbox.known)
         self.grow("in", layout.end)
@@ -135,7 +149,8 @@ class Candidate:
             self.findings.setdefault(f"writes {changed} byte(s) outside its arguments")
         if not isinstance(value, dict) or value.keys() != {"result", "integers"}:
             raise CandidateError("handed over a result that is none")
-        return value["result"], value["integers"]
+        declined = told.get("declined")
+        return value["result"], value["integers"], None if declined is None else str(declined)
 
     def answer(self, message: dict[str, Any], blob: bytes = b"") -> dict[str, Any]:
         """Ask for something that ends with results in the memory "out"."""
@@ -226,15 +241,16 @@ def _text_of(change: str) -> tuple[dict[str, str], str]:
 
 
 class RemoteForward:
-    """The forward of one module, in the worker. `integers` are what its submodules returned in the
-    last call."""
+    """The forward of one module, in the worker. Of the last call, `integers` are what submodules
+    returned, and `declined` is why its guard left it to the reference."""
 
     def __init__(self, candidate: Candidate, node: str) -> None:
         self.candidate, self.node = candidate, node
         self.integers: dict[str, list[Tensor]] = {}
+        self.declined: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result, self.integers = self.candidate.call(self.node, args, kwargs)
+        result, self.integers, self.declined = self.candidate.call(self.node, args, kwargs)
         return result
 
 

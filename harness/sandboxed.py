@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.confine import ROOT, Limits
-from harness.judge import judge_model, judge_region, self_test
+from harness.domains import judge_with_domain
+from harness.judge import judge_model, self_test
 from harness.observe import CandidateError
 from harness.outside import latency
 from harness.protections import Protection
@@ -76,11 +77,12 @@ def judge_sandboxed(
             count = len(candidate.replaced)
             named = f"{candidate.change.name} ({candidate.backend})"
             say(f"{named} replaces {count} nodes in the sandbox; judging the region")
-            found = list(_verdicts(workload, candidate, seed, full, say))
+            found = _verdicts(workload, candidate, seed, targets, full, say)
             if targets and found[-1].passed:
                 say("timing from outside")
+                domain = found[0].domain
                 try:
-                    times = latency(sandbox, candidate, change, backend, workload, targets)
+                    times = latency(sandbox, candidate, change, backend, workload, targets, domain)
                 except CandidateError as error:
                     candidate.findings.setdefault(f"while timed: {error}")
                 found[-1] = candidate.judged(found[-1])
@@ -98,15 +100,27 @@ def judge_sandboxed(
 
 
 def _verdicts(
-    workload: Workload, candidate: Candidate, seed: int, full: bool, say: Say
+    workload: Workload,
+    candidate: Candidate,
+    seed: int,
+    targets: Sequence[str],
+    full: bool,
+    say: Say,
 ) -> list[Verdict]:
-    change, backend = candidate.change, candidate.backend
+    """On the region, with the domain that it holds for, and on the model, limited to that."""
+    change, backend, model = candidate.change, candidate.backend, workload.model
     assert change is not None and backend is not None
-    model = workload.model
-    region = judge_region(model, candidate.model, change, backend, workload, seed)
+    region = judge_with_domain(
+        model, candidate.model, change, backend, workload, seed, targets=targets
+    )
     found = [candidate.judged(region)]
-    if found[0].passed:
+    if found[0].passed and found[0].domain is not None:
         say("judging the model, layer by layer")
+        try:
+            candidate.limit(found[0].domain)
+        except CandidateError as error:
+            candidate.findings.setdefault(f"while limited to its domain: {error}")
+            return [candidate.judged(found[0])]
         whole = judge_model(model, candidate.model, workload, seed, full=full)
         found.append(candidate.judged(whole))
     return found

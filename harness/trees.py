@@ -73,9 +73,15 @@ def clone(tensor: Tensor) -> Tensor:
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     room = torch.zeros(offset + span, dtype=tensor.dtype, device=tensor.device)
     copy = room.as_strided(tensor.shape, tensor.stride(), offset)
-    once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
-    copy[once].copy_(tensor[once])  # what an expanded tensor repeats exists once
+    once(copy).copy_(once(tensor))
     return copy
+
+
+def once(tensor: Tensor) -> Tensor:
+    """The tensor without what an expanded one repeats, which exists once in memory."""
+    if 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())]
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from harness.observe import poisoned, watching_integers
 from harness.step import Mode, Step
 from harness.tripwires import Tripwires, reference_calls
 from optimized.catalog import load_change
-from optimized.change import Change, Contract, apply_change, nodes
+from optimized.change import Change, Contract, apply_change, limit, nodes
+from optimized.domain import Domain
 
 PLAIN = Tensor, nn.Parameter
 
@@ -80,6 +81,7 @@ class Worker:
         self.unpacker: Unpacker | None = None
         self.step: Step | None = None
         self.node = ""
+        self.change: Change | None = None
 
     def do_weights(
         self, blob: bytes, fds: list[int], *, spots: list[Any], known: int, device: str
@@ -110,8 +112,9 @@ class Worker:
         path = os.path.join(self.folder, change) if change.endswith(".py") else change
         self.wires = Tripwires(path, self.folder, self.readable)
         self.wires.arm(self.model)
-        logging.getLogger("optimized.change").addHandler(_Refusals(self.refusals))
-        found = find(path)
+        for name in ("optimized.change", "optimized.guards"):
+            logging.getLogger(name).addHandler(_Refusals(self.refusals))
+        self.change = found = find(path)
         backend = backend or first_backend(found, device)
         names = nodes(self.model, found.region)
         self.originals = {id(m): m for m in map(self.model.get_submodule, names)}
@@ -127,6 +130,12 @@ class Worker:
             "contract": contract,
             "replaced": replaced,
         }
+
+    def do_limit(self, _: bytes, __: list[int], *, domain: list[Any]) -> Any:
+        """Let the change run inside the domain only; elsewhere the reference runs."""
+        assert self.change is not None
+        limit(self.model, self.change, Domain.from_json(domain))
+        return {}
 
     def do_call(
         self,
@@ -144,6 +153,10 @@ class Worker:
         unpacker = self._unpacker(blob, spots)
         args, kwargs = unpacker.load()
         dispatched: list[str] = []
+        answer: dict[str, Any] = {"refusals": self.refusals}
+        if hasattr(module, "declines"):  # it is replaced
+            declines: Any = module.declines
+            answer["declined"] = None if declines is None else declines(*args)
 
         def run() -> Any:
             nonlocal dispatched
@@ -156,7 +169,7 @@ class Worker:
             result = self._poisoned(run, poison, fill)
             self._wait()
         unpacker.settle()
-        answer: dict[str, Any] = {"dispatched": dispatched, "refusals": self.refusals}
+        answer["dispatched"] = dispatched
         return answer | self._hand_over({"result": result, "integers": integers})
 
     def _poisoned(self, run: Callable[[], Any], poison: list[Any] | None, fill: bool) -> Any:

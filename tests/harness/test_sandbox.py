@@ -14,6 +14,7 @@ import torch
 from harness import wire
 from harness.cases import record
 from harness.confine import Limits, Mechanism
+from harness.domains import judge_with_domain
 from harness.errors import UserError
 from harness.handover import PATTERN, Block, Layout, decode, encode, pack, place
 from harness.judge import judge_region
@@ -21,6 +22,7 @@ from harness.observe import CandidateError, observe
 from harness.process import describe_end, scrubbed
 from harness.protections import PROTECTIONS, describe, protections, require
 from harness.sandbox import Sandbox
+from harness.sandboxed import judge_sandboxed
 from harness.steps import steps
 from harness.trees import leaves, same_bits
 from optimized.catalog import load_change
@@ -104,6 +106,27 @@ def test_tensors_come_back_as_they_are_written_to():
     there.add_(1)
     assert layout.read_back(block.bytes) == 0
     assert torch.equal(values[0], torch.arange(24.0).view(4, 6)[:, ::2] + 1)
+    block.close()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_tensors_lie_there_as_they_lie_here(offset):
+    """What is judged is the layout and the alignment that the judge's call has."""
+    room = torch.arange(48, dtype=torch.bfloat16)
+    flat = room[offset : offset + 24]
+    values = flat, flat.view(4, 6).t(), flat[:6].expand(3, 6), flat.view(2, 12)[:, None, ::2]
+    layout = Layout()
+    for tensor in values:
+        layout.add(tensor)
+    block = Block(layout.end, torch.device("cpu"))
+    layout.write(block.bytes)
+    for tensor, spot in zip(values, layout.spots, strict=True):
+        there = place(block.bytes, spot)
+        assert torch.equal(there, tensor) and there.stride() == tensor.stride()
+        assert there.data_ptr() % 16 == tensor.data_ptr() % 16 == 2 * offset % 16
+    place(block.bytes, layout.spots[2])[0, 3] = -7.0
+    assert layout.read_back(block.bytes) == 0
+    assert values[2][:, 3].tolist() == [-7.0] * 3
     block.close()
 
 
@@ -262,6 +285,52 @@ def test_a_verdict_is_the_same_as_in_this_process(sandbox, tmp_path):
     assert theirs.reason == ours.reason
     assert theirs.outputs == ours.outputs
     assert theirs.points == ours.points
+
+
+GUARD = """
+def guard(node, x, residual):
+    return "a single token" if x.shape[1] == 1 else None
+
+"""
+
+
+def test_a_sandboxed_verdict_has_the_same_domain(sandbox, tmp_path):
+    path = Path(write(tmp_path / "guarded.py", "return honest(node, x, residual)", GUARD))
+    path.write_text(path.read_text().replace("build=build)", "build=build, guard=guard)"))
+    workload, change = toy(), load_change(str(path))
+    inside = share(workload.model)
+    apply_change(inside, change, "torch")
+    targets = "decode-bs1", "prefill-8x2048"
+    ours = judge_with_domain(workload.model, inside, change, "torch", workload, 3, targets=targets)
+    candidate = sandbox.open(str(path))
+    assert candidate.change is not None
+    theirs = judge_with_domain(
+        workload.model, candidate.model, candidate.change, "torch", workload, 3, targets=targets
+    )
+    assert ours.passed and ours.domain is not None and len(ours.domain.calls) > 0
+    assert theirs.domain is not None and theirs.domain == ours.domain
+    declined = "decode-bs1: the reference runs, its kernel declines: a single token"
+    assert declined in ours.notes and declined in theirs.notes
+    lengths = {low for call in theirs.domain.calls for low, _ in [call.arguments["x"].sizes[1]]}
+    assert 1 not in lengths
+
+    candidate.limit(theirs.domain)
+    node = candidate.model.get_submodule(candidate.replaced[0])
+    x = torch.ones(3, 4097, 64, dtype=torch.bfloat16)
+    before = set(candidate.notes)
+    node(x, x)
+    (said,) = set(candidate.notes) - before
+    assert "the reference runs instead, outside what was tested: x has 4097 in dimension 1" in said
+    assert candidate.close() == []
+
+
+def test_a_change_judged_in_the_sandbox_is_limited_to_what_was_tested(tmp_path):
+    path = write(tmp_path / "right.py", "return honest(node, x, residual)")
+    judged = judge_sandboxed(toy(), path, None, 3, limits=SMALL)
+    assert judged.passed, judged.verdicts[-1].reason
+    region, model = judged.verdicts
+    assert region.domain is not None and set(region.domain.calls[0].arguments) == {"x", "residual"}
+    assert (model.scope, model.domain) == ("model", None)
 
 
 def test_the_contract_comes_as_data(sandbox, tmp_path):
