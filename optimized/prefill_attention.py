@@ -12,7 +12,8 @@ With a mask only those blocks of keys are visited in which some query of the pro
 they are listed first (`live_blocks_kernel`). In a window of 512 that is a quarter of the keys.
 
 One rounding is added, as in every fast kernel: exp(s - the row's maximum so far) to BF16 before its
-product with v. A query that sees nothing gets zeros.
+product with v. A query that sees nothing gets zeros. The backend "torch" is the library's kernel
+without the copies of keys that the reference makes for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.prefill_kernels import live_blocks_kernel, prefill_attention_kernel
@@ -166,6 +169,27 @@ def build(node: Any, knobs: PrefillKnobs | None):
     return forward
 
 
+def guard_views(node: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
+    """Why the library cannot read a key once for all query heads, or None."""
+    if k.shape[2] != 1:
+        return f"{k.shape[2]} KV heads cannot be views of one for {q.shape[2]} query heads"
+    return None
+
+
+def build_views(node: Any, knobs: None):
+    """The reference with its repeated keys and values as views: no copies, the same kernel."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        allowed = causal_lower_right(q.shape[1], k.shape[1]) if mask is None else mask[:, None]
+        k, v = (y.transpose(1, 2).expand(-1, q.shape[2], -1, -1) for y in (k, v))
+        a = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=allowed, scale=node.scale
+        )
+        return a.transpose(1, 2)
+
+    return forward
+
+
 def offline_cases() -> list[OfflineCase]:
     """A TP8 rank of Beam: 6 query heads on 1 KV head; causal over 98K, and a window of 512."""
     pointers = {f"{name}_ptr": "*bf16" for name in ("q", "k", "v", "out")}
@@ -206,5 +230,6 @@ CHANGE = Change(
             knobs=PrefillKnobs,
             shape=shape,
         ),
+        Implementation(backend="torch", devices=("cuda",), build=build_views, guard=guard_views),
     ),
 )

@@ -137,6 +137,18 @@ def test_a_key_more_or_a_hundredth_more_would_be_noticed():
     assert not within(rounded(q, k, coarse, mask, 0.2), expected, others)
 
 
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "causal"])
+def test_the_library_on_views_of_the_keys_gives_the_references_bits(masked):
+    q, k, v = arguments(2, 20, 6, 1, 32, 70)
+    node, shared = PrefillAttend(0.2), CHANGE.implementation("torch")
+    mask = ring(2, 20, 50, 60) if masked else None
+    assert shared.guard is not None and shared.guard(node, q, k, v, mask) is None
+    found = shared.build(node, None)(q, k, v, mask)
+    assert same_bits(found, node(q, k, v, mask).contiguous())
+    more = k.expand(-1, -1, 2, -1)
+    assert "2 KV heads" in (shared.guard(node, q, more, more, mask) or "")
+
+
 def test_no_sequences_and_no_tokens():
     node = PrefillAttend(0.25)
     q, k, v = arguments(1, 5, 4, 2, 16, 10)
