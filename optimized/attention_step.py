@@ -62,7 +62,7 @@ class StepKnobs:
             block=base.block,
             stages=base.stages,
             splits=base.splits,
-            ahead=2,
+            ahead=0,
             rows=8 if width >= 512 else 4,
             row_warps=16 if width >= 512 else 4,
         )

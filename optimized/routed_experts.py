@@ -112,49 +112,54 @@ def experts_down_kernel(
     TOP_K: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
+    SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """`HELD` of the matrices' pieces along F are loaded before the previous kernel is done."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    slot = tl.arange(0, SLOTS)
+    used = slot < TOP_K
+    pair = token * TOP_K + slot
+    # The choice of experts was done before `experts_up_kernel` let this kernel start.
+    expert = tl.load(experts_ptr + pair, mask=used, other=0)
+    rows = weight_ptr + expert[None, :, None] * (D * F) + row[:, None, None] * F
+    inside = (row < D)[:, None, None] & used[None, :, None]
     PIECES: tl.constexpr = (F + BLOCK - 1) // BLOCK
     held = ()
-    for i in tl.static_range(0, HELD * PIECES):  # pyright: ignore[reportGeneralTypeIssues]
-        # The choice of experts was done before `experts_up_kernel` let this kernel start.
-        expert = tl.load(experts_ptr + token * TOP_K + i // PIECES)
-        held = held + (_piece(weight_ptr, expert, row, (i % PIECES) * BLOCK, D, F, BLOCK),)
+    for i in tl.static_range(HELD):  # pyright: ignore[reportGeneralTypeIssues]
+        held = held + (_piece(rows, inside, i * BLOCK, F, BLOCK),)
     previous_is_done(PDL)
+    # All slots at once: one wait for what the first kernel wrote, one reduction.
+    sums = tl.zeros([ROWS, SLOTS, BLOCK], tl.float32)
+    hidden = hidden_ptr + pair[None, :, None] * F
+    for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+        if i < HELD:
+            weight = held[i]
+        else:
+            weight = _piece(rows, inside, i * BLOCK, F, BLOCK)
+        x = _piece(hidden, used[None, :, None], i * BLOCK, F, BLOCK).to(tl.float32)
+        wide = weight.to(tl.float32)  # pyright: ignore[reportAttributeAccessIssue]
+        sums = tl.fma(wide, x.broadcast_to(ROWS, SLOTS, BLOCK), sums)
+    y = tl.sum(sums, axis=2).to(tl.bfloat16).to(tl.float32)
+    share = tl.load(weights_ptr + token * weights_stride + slot, mask=used, other=0.0)
+    weighted = y * share[None, :]
     total = tl.zeros([ROWS], tl.float32)
-    for slot in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
-        pair = token * TOP_K + slot
-        expert = tl.load(experts_ptr + pair)
-        sums = tl.zeros([ROWS, BLOCK], tl.float32)
-        for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
-            if slot < HELD:
-                weight = held[slot * PIECES + i]
-            else:
-                weight = _piece(weight_ptr, expert, row, i * BLOCK, D, F, BLOCK)
-            column = i * BLOCK + tl.arange(0, BLOCK)[None, :]
-            x = tl.load(hidden_ptr + pair * F + column, mask=column < F, other=0.0).to(tl.float32)
-            wide = weight.to(tl.float32)  # pyright: ignore[reportAttributeAccessIssue]
-            sums = tl.fma(wide, x.broadcast_to(ROWS, BLOCK), sums)
-        y = tl.sum(sums, axis=1).to(tl.bfloat16).to(tl.float32)
-        weighted = y * tl.load(weights_ptr + token * weights_stride + slot)
-        total = weighted if slot == 0 else total + weighted
+    for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
+        term = tl.sum(tl.where(slot[None, :] == k, weighted, 0.0), axis=1)  # the term itself
+        total = term if k == 0 else total + term
     tl.store(out_ptr + token * D + row, (total * scale).to(tl.bfloat16), mask=row < D)
 
 
 @triton.jit
-def _piece(weight_ptr, expert, row, first, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns `first` and on of some rows of an expert's matrix [D, F]."""
-    column = first + tl.arange(0, BLOCK)[None, :]
-    inside = (row < D)[:, None] & (column < F)
-    return tl.load(
-        weight_ptr + expert * (D * F) + row[:, None] * F + column, mask=inside, other=0.0
-    )
+def _piece(rows, inside, first, F: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns `first` and on of `rows` of F."""
+    column = first + tl.arange(0, BLOCK)[None, None, :]
+    return tl.load(rows + column, mask=inside & (column < F), other=0.0)
 
 
 def shape(node: Any, x: Tensor, weights: Tensor, experts: Tensor) -> dict[str, int]:
@@ -237,6 +242,7 @@ def few(
         TOP_K=top_k,
         D=width,
         F=inner,
+        SLOTS=triton.next_power_of_2(top_k),
         ROWS=chosen.down_rows,
         BLOCK=chosen.down_block,
         HELD=chosen.down_held,
@@ -253,7 +259,7 @@ def offline_cases() -> list[OfflineCase]:
     down = dict.fromkeys(("hidden_ptr", "weight_ptr", "out_ptr"), "*bf16")
     down |= {"weights_ptr": "*fp32", "experts_ptr": "*i64", "weights_stride": "i32"}
     down |= {"scale": "fp32"}
-    down |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK", "HELD"), "constexpr")
+    down |= dict.fromkeys(("TOP_K", "D", "F", "SLOTS", "ROWS", "BLOCK", "HELD"), "constexpr")
     up = {name: up[name] for name in experts_up_kernel.arg_names if name in up}
     down = {name: down[name] for name in experts_down_kernel.arg_names if name in down}
     cases = []
@@ -263,7 +269,7 @@ def offline_cases() -> list[OfflineCase]:
         values = {**sizes, "ROWS": knobs.up_rows, "BLOCK": knobs.up_block}
         values["STAGES"] = knobs.up_stages
         cases.append(OfflineCase(experts_up_kernel, up, values, knobs.up_warps))
-        values = {**sizes, "ROWS": knobs.down_rows, "BLOCK": knobs.down_block}
+        values = {**sizes, "SLOTS": 8, "ROWS": knobs.down_rows, "BLOCK": knobs.down_block}
         values["HELD"] = knobs.down_held
         cases.append(OfflineCase(experts_down_kernel, down, values, knobs.down_warps))
     return cases
