@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from harness.trees import leaves, map_tensors
-from harness.workload import StepInputs, Workload, free_bytes
+from harness.workload import TARGETS, StepInputs, Workload, free_bytes
 
 BATCH = 3  # sequences of a batch: odd, and rarely another dimension's size
-BATCHES = 8, 128  # what kernels for larger batches are judged on, where the model is no toy
+# What kernels for larger batches are judged on, where the model is no toy: those of the targets.
+BATCHES = sorted({t.batch for t in TARGETS.values() if t.kind == "decode" and t.batch > BATCH})
 PRIMES = 17, 37, 67, 131, 257, 521, 1031  # prompt lengths, also rarely another dimension's size
 LONG = 1 << 20  # positions of the longest context
 PROBES = 97, 193  # two capacities, to tell fixed cache lengths from growing ones
@@ -87,6 +88,9 @@ def steps(
         return
     if not workload.toy:
         for batch in BATCHES:
+            if not maker.fits(batch, room):
+                note(f"decode of {batch} sequences is not judged: its caches do not fit")
+                continue
             many = maker.cache(batch, room, random=True)
             at = torch.randint(room - 1, (batch, 1), generator=torch.Generator().manual_seed(seed))
             yield f"decode of {batch} sequences", maker.inputs(at, many)
@@ -126,10 +130,15 @@ class _Maker:
             return None
         if workload.device.type == "cpu":
             return map_tensors(_untouched_zeros, shape)
-        size = sum(t.nbytes for _, t in leaves(shape))
-        if size > free_bytes(workload.device) // 2:
+        if not self.fits(1, LONG):
             return None
         return workload.file.cache(workload.config, 1, LONG, workload.device)
+
+    def fits(self, batch: int, capacity: int) -> bool:
+        """Whether such caches take at most half of the free memory."""
+        shape = self.workload.file.cache(self.workload.config, batch, capacity, "meta")
+        size = sum(t.nbytes for _, t in leaves(shape))
+        return size <= free_bytes(self.workload.device) // 2
 
     def cache(self, batch: int, capacity: int, *, random: bool, aligned: bool = False) -> Any:
         """A cache for `batch` sequences, empty or filled with random values."""
