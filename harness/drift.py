@@ -51,8 +51,8 @@ def drift(
     forced: bool,
 ) -> Drift:
     """Run the first step of `inputs`, a prefill, and the `decodes` after it, which continue its
-    cache; compare after each layer of `names`, and the logits. With `forced`, also on the
-    reference's routes."""
+    cache; compare after each layer of `names` that they call, and the logits. With `forced`, also
+    on the reference's routes."""
     first, *later = [step for _, step in itertools.islice(inputs, 1 + decodes)]
     kinds = [(RESULT, FREE), (REFERENCE, FREE)]
     kinds += [(RESULT, FORCED), (REFERENCE, FORCED)] * forced
@@ -71,6 +71,8 @@ def drift(
                 unforced = "no submodule returns choices"
         else:
             truth.called(args[None])
+        if number == 0:  # encoders, for example, stand idle without their inputs
+            names = [name for name in names if name in truth.hidden] or names
         for who in kinds:
             if who[1] == FORCED and unforced is not None:
                 continue

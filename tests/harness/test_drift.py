@@ -56,6 +56,18 @@ def test_the_reference_reroutes_itself_and_forced_routes_leave_only_rounding() -
     assert (free.tokens, own["free", "decode"].tokens) == (3, 3 * DECODES)
 
 
+def test_the_last_layer_is_the_last_that_is_called() -> None:
+    """Layers of an encoder that a step does not need hid how far the decoder had drifted."""
+    model = share(toy().model)
+    model.encoder = nn.ModuleList([nn.Linear(2, 2)])
+    names = layer_names(model)
+    assert names[-1] == "encoder.0"
+    inputs = itertools.islice(steps(toy(), 1, sizes=False), 1)
+    found = drift(model, share(model), names=names, inputs=inputs, decodes=0, seed=1, forced=False)
+    assert found.layers == tuple(names[:-1])
+    assert None not in rows(found, "reference")["free", "prefill"].layers
+
+
 def misrouted(rows_of_ten: int) -> Callable[[nn.Module], Callable[..., Any]]:
     """The router with some rows sent to other experts, at the right weights."""
 
