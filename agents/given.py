@@ -54,6 +54,8 @@ class Given:
 
     def __init__(self, files: Sequence[str], rest: Proposer, look: Look) -> None:
         self.files, self.rest, self.look = files, rest, look
+        # A proposer that needs the network says what for.
+        self.online: str = getattr(rest, "online", "")
 
     def propose(self, context: Context) -> list[Suggestion]:
         tried = {t.change for t in context.tried}

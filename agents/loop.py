@@ -15,7 +15,7 @@ from agents.measure import Steps
 from agents.policy import Decision, decide
 from agents.proposers.auto import PROPOSERS
 from agents.proposers.base import Context, Suggestion, Tried, suggest
-from agents.sandboxed import Gate
+from agents.sandboxed import Gate, give_up_rights
 from agents.session import Session
 from agents.tuner import tune
 from harness import judge
@@ -78,6 +78,7 @@ class Loop:
         try:
             if self.require_sandbox:  # first of all, for it may be refused
                 self.open_gate()
+                give_up_rights(self.ledger, self.progress.done, self.proposer.online)
             self.session.prepare()
             self.offer_controls()
             self.search()

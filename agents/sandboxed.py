@@ -5,10 +5,15 @@ Tuning, timing and the layers' verdict of what passed are done in the run's proc
 one watches (`agents.supervised`).
 """
 
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import nn
 
+from harness import confined
+from harness.cli import CACHES
 from harness.errors import UserError
 from harness.judge import judge_region
 from harness.ledger import Ledger
@@ -19,6 +24,24 @@ from harness.sandbox import Sandbox
 from harness.sandboxed import broken
 from harness.workload import Workload
 from optimized.change import Change
+
+OWN_PROCESS = "own_process"  # the ledger's event
+# Where compilers of libraries keep what they made, if they have; the rest of HOME is closed.
+LIBRARY_CACHES = ".nv/ComputeCache", ".cache/flashinfer", ".cache/torch_extensions"
+
+
+def give_up_rights(ledger: Ledger, say: Callable[[str], None], online: str) -> None:
+    """From here on the run's own process writes in its directory, its caches and the folder for
+    temporary files only, and reaches no network unless `online` says what for."""
+    os.environ.setdefault("MPLCONFIGDIR", str((ledger.directory / "cache/matplotlib").resolve()))
+    caches = [Path(os.environ[name]) for name in (*CACHES, "MPLCONFIGDIR") if name in os.environ]
+    for path in caches:
+        path.mkdir(parents=True, exist_ok=True)
+    library = [Path.home() / name for name in LIBRARY_CACHES]
+    folders = [ledger.directory, Path(tempfile.gettempdir()), *caches, *library]
+    rows = confined.give_up(folders, online=online)
+    ledger.append(OWN_PROCESS, {"protections": [row.to_json() for row in rows]})
+    say(f"the run's own process: {confined.describe(rows)}")
 
 
 class Gate:

@@ -223,7 +223,10 @@ class Supervisor:
         from reports.write import write_reports
 
         assert self.directory is not None
-        write_reports(self.directory)
+        try:
+            write_reports(self.directory)
+        except Exception:  # noqa: BLE001 - it must not hide how the run ended
+            traceback.print_exc()
 
     def say(self, text: str, style: str) -> None:
 

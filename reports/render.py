@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from harness.confined import describe as describe_own
 from harness.protections import describe
 from harness.records import Status, Timing
 from reports import drift, figures, layer, text
@@ -163,6 +164,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
         rows.append((f"Smallest detectable effect, {kind}", text.time(us, 3)))
     if run.protections:
         rows.append(("Candidates judged first in a sandbox", describe(run.protections)))
+    if run.own_process:
+        rows.append(("The run's own process, which times them", describe_own(run.own_process)))
     if (closing := run.closing_verdict) is not None:
         said = "passed" if closing.passed else f"failed: {closing.reason}"
         rows.append(("Every layer of the result judged", f"{said}; {closing.cases} cases"))

@@ -91,6 +91,7 @@ class Run:
     final: Measured | None = None
     closing_verdict: Verdict | None = None  # on every layer of the model as it ended
     protections: tuple[Protection, ...] = ()  # of the sandbox, if candidates were judged in one
+    own_process: tuple[Protection, ...] = ()  # what holds where accepted candidates are timed
     stopped: str | None = None  # "done", "budget", "interrupted"; None: not stopped by itself
     in_progress: str | None = None  # a change that was started and has no outcome
 
@@ -227,6 +228,10 @@ def _sandbox(run: Run, data: dict[str, Any]) -> None:
     run.protections = tuple(Protection.from_json(row) for row in data["protections"])
 
 
+def _own_process(run: Run, data: dict[str, Any]) -> None:
+    run.own_process = tuple(Protection.from_json(row) for row in data["protections"])
+
+
 def _proposals(run: Run, data: dict[str, Any]) -> None:
     run.rankings.append(tuple(Proposal.from_json(p) for p in data["proposals"]))
 
@@ -290,6 +295,7 @@ _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
     "layers": _layers,
     "proposals": _proposals,
     "sandbox": _sandbox,
+    "own_process": _own_process,
     "started": _started,
     "attempt": _attempt,
     "measured": _measured,

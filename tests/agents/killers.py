@@ -5,7 +5,6 @@ the variable KILLERS names, in order. PyTorch is imported before the run's proce
 measurements are short, so that lives are short.
 """
 
-import ctypes
 import gc
 import os
 import sys
@@ -47,16 +46,8 @@ OPPORTUNITY = Opportunity(
 )
 
 
-def segfaults() -> None:
-    ctypes.string_at(0)
-
-
 def hangs() -> None:
     time.sleep(3600)
-
-
-def exits() -> None:
-    os._exit(0)
 
 
 def leaves() -> None:
@@ -76,12 +67,8 @@ def slow() -> None:
     time.sleep(0.001)  # right, and refused for sure: a kept change would be in the others' way
 
 
-def slower() -> None:
-    time.sleep(0.002)
-
-
 KILLERS: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (segfaults, hangs, exits, leaves, forks, breaks_the_card, slow, slower)
+    f.__name__: f for f in (hangs, leaves, forks, breaks_the_card, slow)
 }
 
 
