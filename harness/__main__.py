@@ -99,6 +99,9 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--cold-l2", action="store_true", help="single calls after a flush")
     command.add_argument("--plan", metavar="FILE|RUN", help="changes that are applied, and knobs")
+    command.add_argument(
+        "--beyond-domain", action="store_true", help="the plan's changes also where not tested"
+    )
     command.add_argument("--out", type=Path, metavar="DIR", help="write the figures there, as JSON")
     command.add_argument("--seconds", type=positive, default=0.4, help="for each comparison")
     command.add_argument(

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import time
+from dataclasses import replace
 
 from harness import cli
 from harness.bench_curve import REFERENCE, Point, curve, targets
@@ -26,6 +27,9 @@ def curves(a: argparse.Namespace) -> int:
     logging.getLogger("optimized").addHandler(said)
     models = {REFERENCE: workload.model}
     if plan is not None:
+        if a.beyond_domain:
+            changes = tuple(replace(change, domain=None) for change in plan.changes)
+            plan = replace(plan, changes=changes)
         tree = share(workload.model)  # applied before any graph: packing moves the weights
         try:
             plan.apply(tree)
@@ -42,6 +46,7 @@ def curves(a: argparse.Namespace) -> int:
         "model": workload.name,
         "preset": workload.preset,
         "plan": a.plan,
+        "beyond_domain": a.beyond_domain,
         "environment": here.to_json(),
         "read_gb_per_s": ceilings.read_gb_per_s,
         "points": [point.to_json() for point in points],

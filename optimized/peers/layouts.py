@@ -18,7 +18,7 @@ def no_rows(node: Any, x: Tensor, *rest: Tensor) -> str | None:
 
 def tokens(x: Tensor) -> Tensor:
     """[B, T, H, d] as [B T, H d], contiguous."""
-    return x.reshape(x.shape[0] * x.shape[1], -1).contiguous()
+    return x.flatten(0, 1).flatten(1).contiguous()
 
 
 def side_by_side(gate: Tensor, up: Tensor) -> Tensor:

@@ -71,3 +71,11 @@ def test_the_command_lists_all_points_and_writes_them(tmp_path, capsys):
     assert [p["context"] for p in found["points"]] == [c // 64 for c in CONTEXTS]
     assert {p["absent"] for p in found["points"]} == {"the budget was spent before"}
     assert capsys.readouterr().out.count("absent: batch 1") == len(CONTEXTS)
+
+
+@pytest.mark.gpu
+def test_on_a_card_points_replay_a_graph():
+    card = Workload.load("beam", "mini", "cuda")
+    models = {"reference": card.model}
+    points = list(curve(card, models, [SMALL], deadline=time.monotonic() + 60, ceilings=CEILINGS))
+    assert points[0].step is not None and points[0].step.samples >= 5

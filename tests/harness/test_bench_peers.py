@@ -169,3 +169,19 @@ def test_the_command_prints_every_peer_and_writes_the_figures(tmp_path, capsys):
     absent = {p.name for p in peers() if p.devices == ("cuda",)}
     assert set(found["absent"]) == absent
     assert all(f"absent: {name}: runs on cuda" in printed for name in absent)
+
+
+@pytest.mark.gpu
+def test_on_a_card_chains_are_graphs_and_libraries_are_judged():
+    card = Workload.load("beam", "mini", "cuda")
+    bench = PeerBench(card, deadline=time.monotonic() + 200, pair_s=0.05, against=("Py", "vLLM"))
+    bench.ours = [o for o in bench.ours if o.change.region in ("output_gate", "swiglu")]
+    rows = list(bench.rows([1, 8]))
+    timed = [r for r in rows if r.absent is None]
+    assert {r.peer for r in timed} >= {"PyTorch"} and all(r.calls >= 16 for r in timed)
+    assert all(r.ours_us and r.ours_us > 0.2 for r in timed)  # less than any kernel takes
+    present = {p.name for p in bench.peers if bench.absent[p.name] is None}
+    judged = {v.peer: v for v in verdicts(bench, print)}
+    for name in present & {"vLLM 0.33 beam_output_gate", "vLLM 0.33 beam_silu_mul"}:
+        assert judged[name].passed is not None
+        assert {r.rows for r in timed if r.peer == name} == {1, 8}

@@ -80,6 +80,14 @@ def test_a_joined_cache_holds_each_key_beside_its_value():
     assert torch.equal(back[0], k) and torch.equal(back[1], -k)
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_tokens_lie_in_rows(count):
+    x = torch.arange(2 * count * 2 * 4).view(2, count, 2, 4)
+    assert torch.equal(layouts.tokens(x), x.view(2 * count, 8))
+    assert layouts.rows(x).shape == (4 * count, 4)
+    assert (layouts.no_rows(None, x) is None) == (count > 0)
+
+
 def test_slots_of_all_sequences_count_on():
     slots = torch.tensor([[0, 4], [2, 3]])
     assert layouts.flat_slots(slots, 5).tolist() == [0, 4, 7, 8]
