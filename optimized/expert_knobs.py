@@ -20,13 +20,14 @@ MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKnobs:
     """Per kernel: `rows` of outputs a program, the `block` of the sum at a time, `warps`. The first
-    has `stages` of a pipelined loop, or 0 for an unrolled one; the second takes all slots of a
-    token at once and holds `down_held` blocks of their weights before the first is done."""
+    has `stages` of a pipelined loop and about `up_programs`; the second takes all slots of a token
+    at once and holds `down_held` blocks of their weights before the first is done."""
 
     up_rows: int
     up_block: int
     up_warps: int
     up_stages: int
+    up_programs: int
     down_rows: int
     down_block: int
     down_warps: int
@@ -42,7 +43,8 @@ class ExpertsKnobs:
             up_rows=2,
             up_block=up_block,
             up_warps=4,
-            up_stages=4,
+            up_stages=6,
+            up_programs=264,
             down_rows=rows,
             down_block=down_block,
             down_warps=4,
@@ -55,7 +57,8 @@ class ExpertsKnobs:
             "up_rows": (1, 2, 4, 8),
             "up_block": (256, 512, 1024, 2048),
             "up_warps": (2, 4, 8),
-            "up_stages": (0, 2, 3, 4, 6),
+            "up_stages": (1, 2, 3, 4, 6, 8),
+            "up_programs": (132, 264, 396, 528, 1056),
             "down_rows": (1, 2, 4, 8, 16),
             "down_block": (32, 64, 128, 256),
             "down_warps": (2, 4, 8),
@@ -73,6 +76,8 @@ class ExpertsKnobs:
         held = self.down_held * self.down_rows * slots * self.down_block
         return (
             0 <= self.down_held <= pieces
+            and self.up_stages >= 1
+            and self.up_programs >= 1
             and staged <= MAX_STAGED
             and held <= MAX_HELD * 32 * self.down_warps
             and all(
@@ -82,6 +87,12 @@ class ExpertsKnobs:
                 for rows, block, width in sizes
             )
         )
+
+
+def up_tiles(shape: Mapping[str, int], knobs: ExpertsKnobs) -> int:
+    """How many times `up_rows` of a pair's F rows one of about `up_programs` programs takes."""
+    programs = max(1, knobs.up_programs // max(1, shape["P"]))
+    return triton.cdiv(shape["F"], programs * knobs.up_rows)
 
 
 def _block(width: int, start: int) -> int:

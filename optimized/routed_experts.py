@@ -26,7 +26,7 @@ from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation
 from optimized.combine import weighted_sum
-from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs
+from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs, up_tiles
 from optimized.grouped_experts import GroupedKnobs, grouped_experts
 from optimized.triton_support import (
     OfflineCase,
@@ -40,29 +40,6 @@ from optimized.triton_support import (
 
 
 @triton.jit
-def _multiply(
-    x_row,
-    gate_rows,
-    first,
-    in_rows,
-    gates,
-    ups,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Add the products of columns `first` and on to the sums of gate and up rows."""
-    column = first + tl.arange(0, BLOCK)[None, :]
-    inside = column < D
-    x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32).broadcast_to(ROWS, BLOCK)
-    inside = inside & in_rows
-    gate = tl.load(gate_rows + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_rows + F * D + column, mask=inside, other=0.0).to(tl.float32)
-    return tl.fma(gate, x, gates), tl.fma(up, x, ups)
-
-
-@triton.jit
 def experts_up_kernel(
     x_ptr,
     experts_ptr,
@@ -73,31 +50,38 @@ def experts_up_kernel(
     D: tl.constexpr,
     F: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`STAGES` of a pipelined loop over D, or 0 for an unrolled one."""
+    """`TILES` times `ROWS` rows of a pair's two matrices, in one pipelined loop over their blocks,
+    so that loads go on while a tile's sums are reduced."""
     previous_is_done(PDL)
     let_next_start(PDL)  # only now: the next kernel reads what this one has waited for
     pair = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    in_rows = (row < F)[:, None]
-    x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_stride
     expert = tl.load(experts_ptr + pair)
-    gate_rows = weight_ptr + expert * (2 * F * D) + row[:, None] * D
-    # Both sums in one loop: the loads of the second need not wait until the first is reduced.
+    x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_stride
+    weights = weight_ptr + expert * (2 * F * D)
+    BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     gates, ups = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
-    if STAGES == 0:
-        for first in tl.static_range(0, D, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
-            gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
-    else:
-        for first in tl.range(0, D, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-            gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
-    gate, up = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
-    gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
-    hidden = (silu_fp32(gate) * up).to(tl.bfloat16)
-    tl.store(hidden_ptr + pair * F + row, hidden, mask=row < F)
+    for i in tl.range(0, TILES * BLOCKS, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        row = (tl.program_id(1) * TILES + i // BLOCKS) * ROWS + tl.arange(0, ROWS)
+        column = (i % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = column < D
+        x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
+        inside = inside & (row < F)[:, None]
+        pointers = weights + row[:, None] * D + column
+        gate_weight = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        up_weight = tl.load(pointers + F * D, mask=inside, other=0.0).to(tl.float32)
+        x = x.broadcast_to(ROWS, BLOCK)
+        gates, ups = tl.fma(gate_weight, x, gates), tl.fma(up_weight, x, ups)
+        if i % BLOCKS == BLOCKS - 1:
+            gate, up = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
+            gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
+            hidden = (silu_fp32(gate) * up).to(tl.bfloat16)
+            tl.store(hidden_ptr + pair * F + row, hidden, mask=row < F)
+            gates, ups = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
 
 
 @triton.jit
@@ -213,9 +197,10 @@ def few(
     out = torch.empty((len(experts), width), dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
+    tiles = up_tiles(sizes, chosen)
     launch(
         experts_up_kernel,
-        (pairs, triton.cdiv(inner, chosen.up_rows)),
+        (pairs, triton.cdiv(inner, chosen.up_rows * tiles)),
         x,
         experts,
         node.gate_up_proj,
@@ -225,6 +210,7 @@ def few(
         D=width,
         F=inner,
         ROWS=chosen.up_rows,
+        TILES=tiles,
         BLOCK=chosen.up_block,
         STAGES=chosen.up_stages,
         num_warps=chosen.up_warps,
@@ -255,7 +241,7 @@ def offline_cases() -> list[OfflineCase]:
     """Beam whole, and on one of two and one of eight tensor-parallel ranks."""
     up = dict.fromkeys(("x_ptr", "weight_ptr", "hidden_ptr"), "*bf16")
     up |= {"experts_ptr": "*i64", "x_stride": "i32:16"}
-    up |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK", "STAGES"), "constexpr")
+    up |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "TILES", "BLOCK", "STAGES"), "constexpr")
     down = dict.fromkeys(("hidden_ptr", "weight_ptr", "out_ptr"), "*bf16")
     down |= {"weights_ptr": "*fp32", "experts_ptr": "*i64", "weights_stride": "i32"}
     down |= {"scale": "fp32"}
@@ -267,7 +253,7 @@ def offline_cases() -> list[OfflineCase]:
         knobs = ExpertsKnobs.heuristic({"P": 8, "K": 8, "D": 5120, "F": inner})
         sizes = {"TOP_K": 8, "D": 5120, "F": inner}
         values = {**sizes, "ROWS": knobs.up_rows, "BLOCK": knobs.up_block}
-        values["STAGES"] = knobs.up_stages
+        values |= {"STAGES": knobs.up_stages, "TILES": up_tiles({"P": 8, "F": inner}, knobs)}
         cases.append(OfflineCase(experts_up_kernel, up, values, knobs.up_warps))
         values = {**sizes, "SLOTS": 8, "ROWS": knobs.down_rows, "BLOCK": knobs.down_block}
         values["HELD"] = knobs.down_held
