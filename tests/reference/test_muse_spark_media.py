@@ -24,7 +24,7 @@ from tests.reference.published_rounding import PublishedAttend
 
 BF16 = torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-ORDERINGS = 32
+ORDERINGS = 16
 VISION = VisionConfig(layers=4, hidden=64, heads=2, ff=96, patch=2, grid=4, merge=2, adapter=80)
 AUDIO = AudioConfig(patches=(4, 3), widths=(24, 40), depths=(2, 1), ff_ratio=2)
 BOTH = replace(SMALL, vision=VISION, audio=AUDIO, image_id=157, video_id=158, audio_id=159)
