@@ -37,6 +37,7 @@ from harness.records import (
     Verdict,
 )
 from harness.sandboxed import judge_sandboxed, outside_tree
+from harness.spent import Seconds, collecting, rows, spent
 from harness.workload import StepInputs, Workload
 from optimized.catalog import load_change
 from optimized.change import Change, apply_change, limit, share
@@ -46,11 +47,16 @@ FLIPS_SHOWN = 8
 
 
 def verify(a: argparse.Namespace) -> int:
+    with collecting() as seconds:
+        return verify_and_report(a, seconds)
+
+
+def verify_and_report(a: argparse.Namespace, seconds: Seconds) -> int:
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     if a.backend == "triton" and workload.device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the change's file is imported
     if a.sandbox or a.require_sandbox or outside_tree(a.change):
-        return verify_sandboxed(a, workload)
+        return verify_sandboxed(a, workload, seconds)
     change = find(a.change)
     backend = a.backend or first_backend(change, workload.device.type)
     candidate = share(workload.model)
@@ -79,10 +85,10 @@ def verify(a: argparse.Namespace) -> int:
             latency, audited = timed(workload, candidate)
         except ImpossibleTimeError as error:
             return cli.fail(f"{change.name} ({backend}): {error}", ExitCode.FOUND)
-    return report(a, change.name, backend, verdicts, latency, audited=audited)
+    return report(a, change.name, backend, verdicts, latency, seconds, audited=audited)
 
 
-def verify_sandboxed(a: argparse.Namespace, workload: Workload) -> int:
+def verify_sandboxed(a: argparse.Namespace, workload: Workload, seconds: Seconds) -> int:
     """The same for a change whose code must not run in this process; timed from outside."""
     judged = judge_sandboxed(
         workload,
@@ -95,7 +101,13 @@ def verify_sandboxed(a: argparse.Namespace, workload: Workload) -> int:
         say=progress,
     )
     return report(
-        a, judged.name, judged.backend, judged.verdicts, judged.latency, judged.protections
+        a,
+        judged.name,
+        judged.backend,
+        judged.verdicts,
+        judged.latency,
+        seconds,
+        protections=judged.protections,
     )
 
 
@@ -105,6 +117,7 @@ def report(
     backend: str | None,
     verdicts: Sequence[Verdict],
     latency: Latency | None,
+    seconds: Seconds,
     protections: Sequence[Protection] = (),
     audited: Audit | None = None,
 ) -> int:
@@ -118,6 +131,7 @@ def report(
             "verdicts": [verdict.to_json() for verdict in verdicts],
             "latency": None if latency is None else latency.to_json(),
             "audit": None if audited is None else audited.to_json(),
+            "seconds": {part: round(value, 3) for part, value in rows(seconds)},
             "protections": [protection.to_json() for protection in protections],
         }
         print(json.dumps(output, indent=2))
@@ -126,6 +140,9 @@ def report(
             print_verdict(f"{name} ({backend})", verdict)
         if protections:
             print(describe(protections))
+        if a.time:
+            parts = ((part, f"{value:.1f}") for part, value in rows(seconds))
+            cli.print_table("what that took", ("part", "seconds"), parts)
         if latency is not None:
             print_latency(latency)
             if audited is not None:
@@ -164,6 +181,7 @@ def first_backend(change: Change, device_type: str) -> str:
         raise UserError(str(error)) from error
 
 
+@spent("timing")
 def timed(workload: Workload, candidate: nn.Module) -> tuple[Latency, Audit]:
     """The model with the change against the model without it, both kinds of step, and whether what
     was timed is what was judged. ImpossibleTimeError where work must have been skipped."""

@@ -25,6 +25,7 @@ from harness.policy import DEFAULT, Policy
 from harness.records import Verdict
 from harness.region import RegionCases
 from harness.routes import Deviations, routing
+from harness.spent import spent
 from harness.workload import Target, Workload, free_bytes
 from optimized.change import Change
 from optimized.domain import Domain, Facts, domain_of
@@ -60,6 +61,7 @@ class Tested:
         return domain_of(self.calls)
 
 
+@spent("region")
 def judge_with_domain(
     reference: nn.Module,
     candidate: nn.Module,
@@ -81,6 +83,7 @@ def judge_with_domain(
     return with_domain(verdict, cases, tested, workload, [workload.target(t) for t in targets])
 
 
+@spent("region: timed steps")
 def with_domain(
     verdict: Verdict,
     cases: RegionCases,

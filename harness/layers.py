@@ -30,6 +30,7 @@ from harness.observe import CandidateError, observe, watching_integers
 from harness.policy import DEFAULT, Policy
 from harness.records import Verdict
 from harness.routes import Deviations, routing
+from harness.spent import spent
 from harness.steps import decode_label, steps
 from harness.trees import map_tensors
 from harness.workload import StepInputs, Workload
@@ -49,6 +50,7 @@ def layer_names(model: nn.Module) -> list[str]:
     return found or [name for name, _ in model.named_children()]
 
 
+@spent("model")
 def judge_model(
     reference: nn.Module,
     candidate: nn.Module,
@@ -94,7 +96,7 @@ def judge_model(
     made = None
     if drifts and exam.faults.reason is None:
         try:
-            made = drift(
+            made = spent("model: drift")(drift)(
                 reference,
                 candidate,
                 names=layer_names(reference),

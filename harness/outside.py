@@ -22,6 +22,7 @@ from harness.operators import LOW
 from harness.records import Latency, Paired
 from harness.remote import Candidate
 from harness.sandbox import Sandbox
+from harness.spent import spent
 from harness.stats import abba_differences, detectable, median, median_interval, null_effect
 from harness.step import Mode
 from harness.trees import leaves, map_tensors, same_bits
@@ -212,6 +213,7 @@ def call_slots(
     return slots, redraw
 
 
+@spent("timing")
 def latency(
     sandbox: Sandbox, candidate: Candidate, change: str, backend: str | None, workload: Workload,
     targets: Sequence[str], domain: Domain | None = None,

@@ -35,6 +35,7 @@ from harness.policy import DEFAULT, Policy
 from harness.records import Verdict
 from harness.replay import NATIVE, replay
 from harness.routes import Deviations, routing
+from harness.spent import spent
 from harness.steps import steps
 from harness.tables import tables, vary
 from harness.workload import Workload, free_bytes
@@ -102,7 +103,8 @@ class RegionCases:
         recorded: list[Case] = []
         if refusal is None:
             inputs = steps(workload, seed, note=exam.notes.append)
-            recorded, notes = record(reference, names, inputs, case_limit(workload))
+            with spent("region: recording calls"):
+                recorded, notes = record(reference, names, inputs, case_limit(workload))
             exam.notes += notes
         called = [n for n in names if _calls(recorded, n)]
         exam.notes += [f"{n} was not called" for n in names if n not in called and recorded]
@@ -186,6 +188,7 @@ class RegionCases:
             found[tally.output] = 0 if exact else bounds.allowed(list(tally.noise.values()), size)
         return found
 
+    @spent("region: replays and noise")
     def _prepare_node(self, name: str) -> NodeCases:
         """All cases of one node: noise first, so that routing margins are known."""
         exam, node = self.measured, self.reference.get_submodule(name)
@@ -240,14 +243,16 @@ class RegionCases:
         for ready, weighed in order:
             routes.where = ready.where
             try:
-                seen = exam.judge(node.node, mine, ready, routes)
+                with spent("region: the candidate"):
+                    seen = exam.judge(node.node, mine, ready, routes)
                 if seen is not None and watch is not None:
                     watch(ready, seen)
                 if seen is None or exam.decided:
                     self.kills[ready.where] += 1
                     break  # more cases would say the same
                 if weighed:
-                    exam.weigh_points(node.node, ready, seen)
+                    with spent("region: telling roundings apart"):
+                        exam.weigh_points(node.node, ready, seen)
             except torch.OutOfMemoryError:
                 exam.notes.append(f"{ready.where}: too large to judge")
                 continue

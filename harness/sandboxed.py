@@ -13,7 +13,10 @@ from harness.protections import Protection
 from harness.records import Latency, Verdict
 from harness.remote import Candidate
 from harness.sandbox import Sandbox
+from harness.spent import spent
 from harness.workload import Workload
+
+STARTS = "the candidate's process"
 
 Say = Callable[[str], None]
 
@@ -58,11 +61,13 @@ def judge_sandboxed(
         workload.model, workload.device, model=model, limits=limits, required=required
     ) as sandbox:
         if required:
-            sandbox.open(None).close()  # before anything that takes long
+            with spent(STARTS):
+                sandbox.open(None).close()  # before anything that takes long
         say(f"{workload.name} {workload.preset}: the judge's self-test")
         self_test(workload.model, workload, seed)
         try:
-            candidate = sandbox.open(change, backend)
+            with spent(STARTS):
+                candidate = sandbox.open(change, backend)
         except CandidateError as error:
             return Judged(
                 name=change,

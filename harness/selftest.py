@@ -12,6 +12,7 @@ from harness.nodes import pick_nodes
 from harness.observe import observe
 from harness.operators import is_real
 from harness.replay import NATIVE, ROUNDED, Noise, Plan, replay
+from harness.spent import spent
 from harness.steps import steps
 from harness.trees import same_bits
 from harness.workload import Workload
@@ -22,6 +23,7 @@ NOISE_RUNS = 8  # of each call; there are several calls of each region
 LIMIT_BYTES = 256 << 20  # of the arguments of one call
 
 
+@spent("self-test")
 def self_test(reference: nn.Module, workload: Workload, seed: int) -> None:
     """Replay the nodes of every region, rounded everywhere, against the reference itself.
 
