@@ -26,10 +26,12 @@ SMALL = GroupedKnobs(
     up_block=32,
     up_stages=2,
     up_warps=4,
+    up_span=2,
     down_columns=32,
     down_block=16,
     down_stages=2,
     down_warps=4,
+    down_span=2,
 )
 
 

@@ -1,0 +1,212 @@
+"""Device code of `grouped_experts`: two matrix products over tiles of rows of one expert each."""
+
+import triton
+import triton.language as tl
+
+from optimized.triton_support import begin, dot_fp32, silu_fp32
+
+
+@triton.jit
+def grouped_up_kernel(
+    x_ptr,
+    tokens_ptr,
+    tiles_ptr,
+    used_ptr,
+    weight_ptr,
+    hidden_ptr,
+    x_stride,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """hidden [P, F] = R(silu(R(x W_gate^T)) * R(x W_up^T)) of sorted rows of x; a program makes
+    `SPAN` tiles of columns one after the other."""
+    begin(PDL)
+    PARTS: tl.constexpr = (F + COLUMNS * SPAN - 1) // (COLUMNS * SPAN)
+    REST: tl.constexpr = F - (PARTS - 1) * COLUMNS
+    NARROW: tl.constexpr = (SPAN == 1) and ((COLUMNS > 16) and (2 * REST <= COLUMNS))
+    tile = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    # Read ahead of the test, though it may mean nothing: four loads at once.
+    expert = tl.load(tiles_ptr + tile * 3).to(tl.int64)
+    first, end = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
+    if tile < tl.load(used_ptr):
+        weight = weight_ptr + expert * (2 * F * D)
+        column = part * (COLUMNS * SPAN)
+        if (ROWS > 16) & (end - first <= ROWS // 2):
+            _up_tiles(
+                x_ptr, tokens_ptr, weight, hidden_ptr, x_stride, first, end, column,
+                D, F, ROWS // 2 if ROWS > 16 else ROWS, COLUMNS, BLOCK, STAGES, SPAN,
+            )  # fmt: skip
+        elif NARROW & (part == PARTS - 1):
+            _up_tiles(
+                x_ptr, tokens_ptr, weight, hidden_ptr, x_stride, first, end, column,
+                D, F, ROWS, COLUMNS // 2 if NARROW else COLUMNS, BLOCK, STAGES, SPAN,
+            )  # fmt: skip
+        else:
+            _up_tiles(
+                x_ptr, tokens_ptr, weight, hidden_ptr, x_stride, first, end, column,
+                D, F, ROWS, COLUMNS, BLOCK, STAGES, SPAN,
+            )  # fmt: skip
+
+
+@triton.jit
+def _up_tiles(
+    x_ptr,
+    tokens_ptr,
+    weight_ptr,
+    hidden_ptr,
+    x_stride,
+    first,
+    end,
+    first_column,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    row = first + tl.arange(0, ROWS)
+    # Rows beyond the end are computed on real values and not stored, so no load needs a mask.
+    token = tl.load(tokens_ptr + tl.minimum(row, end - 1)).to(tl.int64)
+    both = tl.arange(0, 2 * COLUMNS)
+    depth = tl.arange(0, BLOCK)
+    x_tile = x_ptr + token[:, None] * x_stride + depth[None, :]
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
+    # One loop over all tiles: the next one's loads are under way while this one is stored.
+    for step in tl.range(0, STEPS * SPAN, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        k, column = step * BLOCK, first_column
+        if SPAN > 1:
+            k, column = step % STEPS * BLOCK, first_column + step // STEPS * COLUMNS
+        weight_row = tl.minimum(column + both // 2, F - 1) + both % 2 * F
+        weight_tile = weight_ptr + weight_row[None, :] * D + depth[:, None]
+        if D % BLOCK == 0:
+            x = tl.load(x_tile + k)
+            weight = tl.load(weight_tile + k)
+        else:
+            inside = k + depth < D
+            x = tl.load(x_tile + k, mask=inside[None, :], other=0.0)
+            weight = tl.load(weight_tile + k, mask=inside[:, None], other=0.0)
+        total = dot_fp32(x, weight, total)
+        if SPAN > 1:
+            if step % STEPS == STEPS - 1:
+                _store_hidden(hidden_ptr, row, end, column, total, F, ROWS, COLUMNS)
+                total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
+    if SPAN == 1:
+        _store_hidden(hidden_ptr, row, end, first_column, total, F, ROWS, COLUMNS)
+
+
+@triton.jit
+def _store_hidden(
+    hidden_ptr,
+    row,
+    end,
+    first_column,
+    total,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Gate and up alternate in the columns of `total`, so both are in the same thread."""
+    gate, up = total.reshape(ROWS, COLUMNS, 2).split()
+    gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
+    hidden = (silu_fp32(gate) * up).to(tl.bfloat16)
+    column = first_column + tl.arange(0, COLUMNS)
+    stored = (row < end)[:, None] & (column < F)[None, :]
+    tl.store(hidden_ptr + row.to(tl.int64)[:, None] * F + column[None, :], hidden, mask=stored)
+
+
+@triton.jit
+def grouped_down_kernel(
+    hidden_ptr,
+    tiles_ptr,
+    used_ptr,
+    weight_ptr,
+    y_ptr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [P, D] = R(hidden W_down^T); a program makes `SPAN` tiles of columns, one after another."""
+    begin(PDL)
+    PARTS: tl.constexpr = (D + COLUMNS * SPAN - 1) // (COLUMNS * SPAN)
+    tile = tl.program_id(0) // PARTS
+    column = tl.program_id(0) % PARTS * (COLUMNS * SPAN)
+    expert = tl.load(tiles_ptr + tile * 3).to(tl.int64)
+    first, end = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
+    if tile < tl.load(used_ptr):
+        weight = weight_ptr + expert * (D * F)
+        if (ROWS > 16) & (end - first <= ROWS // 2):
+            _down_tiles(
+                hidden_ptr, weight, y_ptr, first, end, column,
+                D, F, ROWS // 2 if ROWS > 16 else ROWS, COLUMNS, BLOCK, STAGES, SPAN,
+            )  # fmt: skip
+        else:
+            _down_tiles(
+                hidden_ptr, weight, y_ptr, first, end, column,
+                D, F, ROWS, COLUMNS, BLOCK, STAGES, SPAN,
+            )  # fmt: skip
+
+
+@triton.jit
+def _down_tiles(
+    hidden_ptr,
+    weight_ptr,
+    y_ptr,
+    first,
+    end,
+    first_column,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    row = first + tl.arange(0, ROWS)
+    columns = first_column + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, BLOCK)
+    hidden_tile = hidden_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * F + depth[None, :]
+    STEPS: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    # One loop over all tiles: the next one's loads are under way while this one is stored.
+    for step in tl.range(0, STEPS * SPAN, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        k, column = step * BLOCK, columns
+        if SPAN > 1:
+            k, column = step % STEPS * BLOCK, columns + step // STEPS * COLUMNS
+        weight_tile = weight_ptr + tl.minimum(column, D - 1)[None, :] * F + depth[:, None]
+        if F % BLOCK == 0:
+            hidden = tl.load(hidden_tile + k)
+            weight = tl.load(weight_tile + k)
+        else:
+            inside = k + depth < F
+            hidden = tl.load(hidden_tile + k, mask=inside[None, :], other=0.0)
+            weight = tl.load(weight_tile + k, mask=inside[:, None], other=0.0)
+        total = dot_fp32(hidden, weight, total)
+        if SPAN > 1:
+            if step % STEPS == STEPS - 1:
+                _store_tile(y_ptr, row, end, column, total, D)
+                total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if SPAN == 1:
+        _store_tile(y_ptr, row, end, columns, total, D)
+
+
+@triton.jit
+def _store_tile(y_ptr, row, end, column, total, D: tl.constexpr):
+    stored = (row < end)[:, None] & (column < D)[None, :]
+    y = y_ptr + row.to(tl.int64)[:, None] * D + column[None, :]
+    tl.store(y, total.to(tl.bfloat16), mask=stored)
