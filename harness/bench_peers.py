@@ -37,6 +37,10 @@ FAILURES = (*REFUSALS, AssertionError, ImportError, OSError)
 Call = Callable[[], Any]
 
 
+class PeerError(Exception):
+    """Why a peer could not be timed, on one line."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerRow(Record):
     """One of our kernels against one peer at so many rows; without figures `absent` says why."""
@@ -213,20 +217,29 @@ class PeerBench:
     ) -> tuple[str | None, Paired | None]:
         """Why there is no comparison, or the comparison: base is the rival, candidate is ours."""
         try:
-            theirs = list(self._bound(job, rival))
+            return None, self._compare(step, effect, list(self._bound(job, rival)), calls)
+        except PeerError as error:
+            return str(error), None
+
+    def _compare(self, step: Step, effect: float, theirs: Sequence[Call], calls: int) -> Paired:
+        options: Any = {"budget_s": self.pair_s, "cold_l2": self.cold_l2}
+        try:
             with self._step(theirs, calls) as base:
-                options: Any = {"budget_s": self.pair_s, "cold_l2": self.cold_l2}
-                return None, compare(base, step, effect, **options)
-        except (*FAILURES, UserError) as error:
-            return said(error), None
+                return compare(base, step, effect, **options)
+        except Exception as error:  # a library may raise anything
+            raise PeerError(said(error)) from error
 
     def _bound(self, job: Job, rival: Peer) -> Iterator[Call]:
         for name, args in zip(job.names, job.calls, strict=True):
             node = self.workload.model.get_submodule(name)
-            reason = rival.guard(node, *args) if rival.guard is not None else None
-            if reason is not None:
-                raise ValueError(reason)
-            yield rival.bind(node, *args).run
+            try:
+                reason = rival.guard(node, *args) if rival.guard is not None else None
+                bound = rival.bind(node, *args) if reason is None else None
+            except Exception as error:  # a library may raise anything
+                raise PeerError(said(error)) from error
+            if bound is None:
+                raise PeerError(f"declines: {reason}")
+            yield bound.run
 
     def _step(self, chain: Sequence[Call], calls: int) -> Step:
         def run(_: torch.Tensor) -> Any:

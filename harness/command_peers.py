@@ -59,7 +59,7 @@ def peers(a: argparse.Namespace) -> int:
 
 
 def show(bench: PeerBench, rows: list[PeerRow], judged: list[PeerVerdict]) -> None:
-    words = {(v.region, v.peer): v.words() for v in judged}
+    words = {(v.region, v.peer): v.words().partition(":")[0] for v in judged}
     cli.print_table(
         "us of one call; ratio = peer / ours, above 1 ours is faster",
         ("job", "ours", "peer", "rows", "ours us", "peer us", "ratio [95%]", "detectable")

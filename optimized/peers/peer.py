@@ -16,7 +16,8 @@ from torch import nn
 from optimized.change import Change, Contract, Implementation
 
 FOLDER = Path(__file__).parent
-BROKEN = ImportError, OSError, AttributeError, RuntimeError  # what half a library raises
+# What a library raises on import of which a part is missing or does not fit.
+BROKEN = ImportError, OSError, AttributeError, RuntimeError, ValueError, TypeError, LookupError
 
 
 def unchanged(found: Any) -> Any:

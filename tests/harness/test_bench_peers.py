@@ -11,12 +11,21 @@ from harness.__main__ import main
 from harness.bench_jobs import distinct_bytes, moved_bytes, record_jobs
 from harness.bench_peers import PeerBench, PeerRow, ends_first, target_of
 from harness.bench_verdicts import verdicts
+from harness.records import Ceilings
 from harness.workload import Workload
 from optimized.change import nodes
 from optimized.peers.peer import Bound, Peer, peers
 from optimized.plan import Enabled, Plan
 
 BF16 = 2
+CEILINGS = Ceilings(
+    device_name="a machine",
+    read_gb_per_s=10.0,
+    copy_gb_per_s=9.0,
+    bf16_tflop_per_s=1.0,
+    fp32_tflop_per_s=1.0,
+    launch_us=1.0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +146,39 @@ def test_a_peer_that_elides_a_rounding_is_told_where(workload):
     assert (told.peer, told.contract, told.passed) == ("elides", "output_gate", False)
     assert any("gate + bias" in p and p.endswith("declared kept, elided") for p in told.points)
     assert told.differing is not None and told.differing > 0.1
+
+
+class OddError(Exception):
+    """What a library of its own kind raises."""
+
+
+def raises_at_once(node, *args):
+    raise OddError("no such card\nmore")
+
+
+def raises_when_called(node, *args):
+    return Bound(run=lambda: raises_at_once(node))
+
+
+def test_a_peer_that_breaks_costs_its_own_row_only(workload):
+    line = Enabled(name="parallel_projection", backend="torch")
+    plan = Plan(model="beam", device="cpu", changes=(line,))
+    region = "parallel_projection"
+    broken = Peer(name="at once", region=region, library="torch", bind=raises_at_once)
+    late = dataclasses.replace(broken, name="late", bind=raises_when_called)
+    shy = dataclasses.replace(broken, name="shy", guard=lambda node, *args: "too small")
+    against = "PyTorch", "at once", "late", "shy"
+    options = {"plan": plan, "pair_s": 0.02, "against": against}
+    bench = PeerBench(workload, deadline=time.monotonic() + 100, **options)
+    bench.peers = [broken, late, shy]
+    bench.ceilings = CEILINGS
+    reasons = {(row.peer, row.absent) for row in bench.rows([1])}
+    wrong = "OddError: no such card"
+    assert reasons == {("PyTorch", None)} | {
+        ("at once", wrong),
+        ("late", wrong),
+        ("shy", "declines: too small"),
+    }
 
 
 def test_what_the_budget_does_not_reach_is_said(workload):
