@@ -94,7 +94,15 @@ class MuseSparkConfig:
 
     @property
     def note(self) -> str:
-        """What a report has to say about a shard."""
+        """What a report has to say about the released model, or a shard of it."""
+        if self == MuseSparkConfig():
+            counts = parameter_count(self), active_parameter_count(self)
+            counts += (active_parameter_count(self, ends=False),)
+            total, active, inner = (f"{n / 1e9:.1f}B" for n in counts)
+            return (
+                f"{total} parameters, a text token uses {active}, {inner} of them not counting "
+                "embedding and head"
+            )
         if self.tp == 1:
             return ""
         return (
