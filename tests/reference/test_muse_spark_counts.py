@@ -91,6 +91,18 @@ def test_one_rank_of_eight_fits_a_card_with_its_caches() -> None:
     assert [round(size / GIB, 2) for size in caches] == [0.45, 3.63]
 
 
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (8, 2048)], ids=["decode", "prefill"])
+def test_one_rank_runs_the_timed_steps(batch: int, tokens: int) -> None:
+    """Shapes alone, on the meta device: 100K positions, ends aligned, the library's prefill."""
+    c = muse_spark.configs["tp8-rank"]
+    cache = muse_spark.cache(c, batch, 100_000, "meta")
+    cache.ends_aligned = True
+    ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
+    logits = muse_spark.build(c, "meta", 0)(ids, ids, cache)
+    assert logits.shape == (batch, 1, 202_048 // 8)
+    assert logits.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("tp", [3, 5, 32])
 def test_a_shard_that_does_not_divide_is_refused(tp: int) -> None:
     with pytest.raises(ValueError, match=f"tp={tp} does not divide"):
