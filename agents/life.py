@@ -22,8 +22,8 @@ from harness.supervisor import descendants, reap, signalled, sweep
 OUTSIDE = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP
 KEEPER_TICK_S = 1.0  # between two looks of the keeper whether the supervisor is still there
 END_S = 60.0  # for killed processes to be gone: a card's driver may hold them for long
-# Of a run at once: up to 32 compilers work side by side, each a few processes.
-PROCESSES = 64 + 4 * min(32, os.cpu_count() or 1)
+# Of a run at once: a sandboxed worker's, and up to 32 compilers with a few processes each.
+PROCESSES = 128 + 4 * min(32, os.cpu_count() or 1)
 
 
 def take_signals() -> set[signal.Signals]:
@@ -59,12 +59,21 @@ def begin(taken: set[signal.Signals]) -> "Life | Pulse":
     if worker:
         _keep(worker, supervisor, Pulse(told))
     _die_with(keeper, signal.SIGKILL)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.SIGINT in taken:
+        signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may write to its terminal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, taken)
     pulse = Pulse(told)
     pulse.tell(worker=os.getpid())
     return pulse
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    """As Ctrl-C does, but once: more of it must not break the clean end."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _die_with(parent: int, number: signal.Signals) -> None:

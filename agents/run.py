@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "--stall-minutes",
         type=float,
         help="end a change that shows no progress for so long; default a quarter of the budget, "
-        "at least 3",
+        "at least 4",
     )
     p.add_argument("--run-dir", type=Path, help="where to write; default runs/<date>-<target>")
     p.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run that stopped")

@@ -31,7 +31,7 @@ PATIENCE_S = (
 AT_ONCE_S = 1.0  # two signals within this count as one
 # Without a word for this share of the budget, and at least so many seconds, a process hangs. One
 # stage of a change takes seconds to a minute or two; a baseline compiles for many.
-CHANGE_SHARE, CHANGE_S = 0.25, 180.0
+CHANGE_SHARE, CHANGE_S = 0.25, 240.0
 STAGE_SHARE, STAGE_S = 0.5, 600.0
 # These codes mean that the run came to its end, which then stands in its ledger.
 ENDED = ExitCode.DONE, ExitCode.FOUND, ExitCode.OUT_OF_BUDGET
@@ -115,6 +115,8 @@ class Supervisor:
             if late or self.insisted or reason is not None:
                 life.end()
                 return reason
+        while (came := signal.sigtimedwait(taken - {signal.SIGCHLD}, 0)) is not None:
+            self.take(came.si_signo, life)  # it came while the process ended
         self.hear(life.told)
         return None
 
@@ -148,9 +150,12 @@ class Supervisor:
 
     def end_of(self, life: Life) -> int | None:
         """The exit code of a process that came to its end; None for one that did not."""
-        code = life.told.get("end")
-        if code in ENDED and (not (events := self.new_events()) or events[-1].kind != "stopped"):
-            return None if self.directory is not None else code
+        code, events = life.told.get("end"), self.new_events()
+        if code == ExitCode.INTERRUPTED and self.interrupt_s is None:
+            return None  # nobody interrupted it but itself
+        at_its_end = code in (*ENDED, ExitCode.INTERRUPTED)
+        if at_its_end and events and events[-1].kind != "stopped":
+            return None
         return code
 
     def events(self) -> list[Event]:

@@ -16,6 +16,7 @@ from agents.history import Started
 from agents.pulse import Pulse
 from agents.supervised import Supervisor
 from harness import cli
+from harness.errors import ExitCode
 from harness.ledger import Ledger
 from harness.records import SCHEMA, Status
 from reports.write import write_reports  # noqa: F401 - imported before lives begin
@@ -81,6 +82,16 @@ def play(acts: list[str], run: Path, directory: Path | None, used_s: float, puls
             sleeps_elsewhere()
             ledger.append("sleeps", {})
             time.sleep(3600)
+        case "in_change_polite":
+            ledger.append("sleeps", {})
+            try:
+                time.sleep(3600)
+            except KeyboardInterrupt:
+                time.sleep(0.3)
+                ledger.append("stopped", {"reason": "interrupted"})
+                return ExitCode.INTERRUPTED
+        case "in_change_interrupts":
+            raise KeyboardInterrupt
         case "raises":
             raise ZeroDivisionError("our own mistake")
         case "crashes_at_its_end":

@@ -83,8 +83,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def last_event(directory: Path, kind: str) -> bool:
-    ledger = directory / Ledger.NAME
-    return ledger.exists() and kinds(directory)[-1:] == [kind]
+    ledger = Ledger(directory)  # which may have no line yet
+    return ledger.path.exists() and [e.kind for e in ledger.events()][-1:] == [kind]
 
 
 @pytest.mark.slow
@@ -131,7 +131,8 @@ def test_whatever_ends_the_process_while_a_change_is_timed_the_run_goes_on(tmp_p
 
 
 def test_a_change_that_ended_the_process_is_decided_and_the_budget_is_one(tmp_path: Path) -> None:
-    run = play(tmp_path / "run", "in_change", "in_change_keeper", "in_change_decided", "0")
+    lives = "in_change", "in_change_keeper", "in_change_decided", "in_change_interrupts", "0"
+    run = play(tmp_path / "run", *lives)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 0, errors
     found = attempts(tmp_path / "run")
@@ -140,6 +141,7 @@ def test_a_change_that_ended_the_process_is_decided_and_the_budget_is_one(tmp_pa
         "change-2": Status.FAILED,
         "change-3": Status.REJECTED,
         "change-102": Status.FAILED,
+        "change-4": Status.FAILED,
     }
     exits = "the run's process ended with exit status 0 before its work was done, at: in_change"
     assert found["change-1"].reason == exits
@@ -147,7 +149,7 @@ def test_a_change_that_ended_the_process_is_decided_and_the_budget_is_one(tmp_pa
     assert found["change-2"].reason == keeper
     used = [e.data["used_s"] for e in Ledger.open(tmp_path / "run").events() if e.kind == "life"]
     assert used[0] == 0.0 and used == sorted(set(used))
-    assert errors.count("going on in a new process") == 3
+    assert errors.count("going on in a new process") == 4
 
 
 ENDS = {
@@ -205,6 +207,17 @@ def test_nothing_is_left_of_a_run_that_was_killed_or_interrupted_twice(number, t
     assert run.returncode == 130
     assert errors.splitlines()[-1].endswith(f"interrupted; continue with --resume {directory}")
     assert kinds(directory)[-1] == "stopped" and "attempt" not in kinds(directory)
+
+
+def test_an_interrupt_sent_to_every_process_of_a_run_ends_it_cleanly(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    run = play(directory, "in_change_polite", "0")
+    wait_until(lambda: last_event(directory, "sleeps"))
+    for pid in (*below(run.pid), run.pid):
+        os.kill(pid, signal.SIGTERM)
+    _, errors = run.communicate(timeout=60)
+    assert (run.returncode, errors) == (130, "")
+    assert kinds(directory) == ["run", "life", "started", "sleeps", "stopped"]
 
 
 def test_a_stopped_run_stops_its_process_and_goes_on_with_it(tmp_path: Path) -> None:
