@@ -94,7 +94,7 @@ def test_one_rank_of_eight_fits_a_card_with_its_caches() -> None:
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (8, 2048)], ids=["decode", "prefill"])
 def test_one_rank_runs_the_timed_steps(batch: int, tokens: int) -> None:
     """Shapes alone, on the meta device: 100K positions, ends aligned, the library's prefill."""
-    c = muse_spark.configs["tp8-rank"]
+    c = replace(muse_spark.configs["tp8-rank"], layers=5)
     cache = muse_spark.cache(c, batch, 100_000, "meta")
     cache.ends_aligned = True
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
