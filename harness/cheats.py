@@ -204,7 +204,7 @@ class Arena:
             findings = candidate.close()
             for fresh in with_fresh:
                 findings += fresh.close()
-        return "; ".join(dict.fromkeys(findings)) or None
+        return "; ".join(dict.fromkeys(findings)).replace(f"{ROOT}/", "") or None
 
     def prepared(self, candidate: Candidate) -> RegionCases:
         """The region's cases under the candidate's contract; the reference's results are left in a
@@ -219,6 +219,7 @@ class Arena:
             self.cases[key] = made
             for number, tensor in enumerate(_results(made)):
                 torch.save(tensor, Path(self.folder.name) / f"{len(self.cases)}-{number}.pt")
+        self.cases[key].kills.clear()  # the order of the cases must not depend on other files
         return self.cases[key]
 
     def timed(self, candidate: Candidate, fresh: Candidate, cases: RegionCases) -> str | None:

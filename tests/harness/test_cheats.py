@@ -1,6 +1,8 @@
 """Every cheat is refused, for the reason that it should be; honest twins are accepted."""
 
+import functools
 import json
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -15,7 +17,9 @@ from harness.cheats import (
     Arena,
     Fixture,
     Outcome,
+    arenas,
     fixtures,
+    judge,
 )
 from tests.harness.judged import toy
 
@@ -98,18 +102,15 @@ def test_every_fixture_is_tried_somewhere():
     assert {EVERY[n].model for n in EVERY} - {EVERY["exits"].model} == {"beam"}
 
 
-def test_the_number_of_processes_changes_nothing(arena, capsys, tmp_path):
-    names = ["exits_on_import", "card_fault"]
-    words = ["cheats", "--device", "cpu", "--only", *names, "--jobs", "2", "--json"]
-    assert main([*words, "--out", str(tmp_path)]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    alone = [arena.outcome(EVERY[name]).to_json() for name in sorted(names)]
-    assert printed["cheats"] == alone
-    assert [row["outcome"] for row in alone] == [NOT_HERE, CAUGHT]
-    kept = json.loads((tmp_path / "cheats.json").read_text())
-    assert kept["environment"]["device"] == "cpu"
-    assert {name: kept[name] for name in printed} == printed
-    assert "1 not runnable here, 1 caught; " in (tmp_path / "cheats.txt").read_text()
+def test_a_worker_of_its_own_says_the_same(arena):
+    """Whatever was judged before; what it gets is data (see test_jobs.py for the processes)."""
+    fixture = EVERY["lower_precision"]
+    given = functools.partial(arenas, "cpu", 0), functools.partial(judge, fixture)
+    start, run = pickle.loads(pickle.dumps(given))
+    with start() as worker:
+        outcome, protections = pickle.loads(pickle.dumps(run(worker)))
+    assert outcome == arena.outcome(fixture)
+    assert (outcome.outcome, protections) == (CAUGHT, arena.sandbox.protections)
 
 
 def test_a_survivor_and_a_false_refusal_are_bad():
@@ -132,8 +133,13 @@ def test_a_false_refusal_gives_exit_1(monkeypatch, capsys, tmp_path):
     source = EVERY["exits"]
     fixture = Fixture(path, "is honest", source.model, source.preset)
     monkeypatch.setattr("harness.command_cheats.fixtures", lambda: [fixture])
-    assert main(["cheats", "--json", "--device", "cpu"]) == 1
+    assert main(["cheats", "--json", "--device", "cpu", "--out", str(tmp_path / "kept")]) == 1
     found = json.loads(capsys.readouterr().out)
+    kept = json.loads((tmp_path / "kept" / "cheats.json").read_text())
+    assert {name: kept[name] for name in found} == found
+    assert (kept["environment"]["device"], kept["jobs"]) == ("cpu", 1)
+    table = (tmp_path / "kept" / "cheats.txt").read_text()
+    assert "\n1 wrongly rejected; " in table
     assert [row["outcome"] for row in found["cheats"]] == ["wrongly rejected"]
     assert found["passed"] is False
     assert {row["name"] for row in found["protections"]} >= {"no network", "time limited"}
