@@ -75,11 +75,8 @@ class Findings:
 class Surveyor:
     """One worker: the model, and what is prepared for the region that it surveyed last."""
 
-    def __init__(self, survey: Survey, *, alone: bool) -> None:
-        self.survey = survey
-        self.workload = Workload.load(survey.model, survey.preset, survey.device, survey.seed)
-        if not alone and self.workload.device.type == "cuda":
-            torch.set_num_threads(1)  # the work is on the card
+    def __init__(self, survey: Survey, workload: Workload) -> None:
+        self.survey, self.workload = survey, workload
         self.region = ""
         self.cases: RegionCases | None = None
         self.mutants: list[Mutant] = []
@@ -97,8 +94,16 @@ class Surveyor:
 
 
 @contextlib.contextmanager
-def surveyor(survey: Survey, *, alone: bool) -> Iterator[Surveyor]:
-    yield Surveyor(survey, alone=alone)
+def surveyor(survey: Survey) -> Iterator[Surveyor]:
+    """A worker in a process of its own."""
+    workload = load(survey)
+    if workload.device.type == "cuda":
+        torch.set_num_threads(1)  # the work is on the card
+    yield Surveyor(survey, workload)
+
+
+def load(survey: Survey) -> Workload:
+    return Workload.load(survey.model, survey.preset, survey.device, survey.seed)
 
 
 def run_self_test(worker: Surveyor) -> None:
@@ -143,9 +148,16 @@ def judge_right(regions: list[str], place: int, seeds: range, worker: Surveyor) 
 def run(survey: Survey, jobs: int, say: Say) -> Findings:
     """The whole survey in `jobs` processes. SelfTestError if no verdict can be trusted; UserError
     for a region that there is not, or a worker that ended."""
-    start = functools.partial(surveyor, survey, alone=jobs == 1)
-    with Pool(start, jobs) as pool:
-        workload = Workload.load(survey.model, survey.preset, survey.device, survey.seed)
+    if jobs == 1:
+        workload = load(survey)
+        start = functools.partial(contextlib.nullcontext, Surveyor(survey, workload))
+    else:
+        start = functools.partial(surveyor, survey)
+    with Pool(start, jobs) as pool:  # whose processes start at once
+        if jobs > 1:
+            workload = load(survey)
+            # Only names are needed here: the weights are the workers'.
+            workload.model = workload.file.build(workload.config, "meta", survey.seed)
         schedule = _Schedule(survey, workload, pool, say)
         say(f"{workload.name} {workload.preset} on {workload.device}: the judge's self-test")
         schedule.add()
