@@ -23,10 +23,10 @@ class Router(nn.Module):
 
     region = "biased_router"
 
-    def __init__(self, config: MuseSparkConfig, hidden: int) -> None:
+    def __init__(self, config: MuseSparkConfig) -> None:
         super().__init__()
         self.top_k, self.logit_scale = config.top_k, config.logit_scale
-        self.weight = nn.Parameter(torch.empty(config.experts, hidden))
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
         self.e_score_correction_bias = nn.Buffer(torch.empty(config.experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class LatentMoE(nn.Module):
         c = config
         self.part, self.expert_part = c.hidden // c.tp, c.expert_width // c.tp
         self.rank = c.rank
-        self.gate = Router(c, c.hidden)
+        self.gate = Router(c)
         self.pre_expert_proj = Linear(self.part, c.expert_width, c.dtype)
         self.pre_expert_norm = CentredNorm(c.expert_width, c.eps, c.dtype)
         self.pool = Pooler(c.eps)

@@ -121,8 +121,7 @@ def test_soft_cap_rounds_four_times() -> None:
 @pytest.fixture
 def router() -> Router:
     """Four experts, the best two; logits are the input's first four values times 4 * 0.25."""
-    config = replace(SMALL, experts=4, top_k=2, logit_scale=0.25)
-    router = Router(config, 4)
+    router = Router(replace(SMALL, hidden=4, experts=4, top_k=2, logit_scale=0.25))
     with torch.no_grad():
         router.weight.copy_(4 * torch.eye(4))
         router.e_score_correction_bias.zero_()
