@@ -36,6 +36,7 @@ from optimized.triton_support import INTERPRETED, OfflineCase, launch, outside_d
 
 MAX_BATCH = 128
 MAX_FUSED_SPLITS = 16  # more would have every block of the projection read too much
+SHARES = 396  # three for each of an H200's 132 SMs
 MAX_HELD = 128  # weights of the projection that a thread holds
 
 
@@ -57,11 +58,12 @@ class StepKnobs:
     def heuristic(cls, shape: Mapping[str, int]) -> "StepKnobs":
         base = AttentionKnobs.heuristic(shape)
         width = triton.next_power_of_2(shape["H"]) * shape["d"]
+        most = triton.cdiv(shape["S"], base.block)
         return cls(
             warps=base.warps,
             block=base.block,
-            stages=base.stages,
-            splits=base.splits,
+            stages=2,
+            splits=max(1, min(SHARES // max(1, shape["B"] * shape["Hkv"]), most)),
             ahead=0,
             rows=8 if width >= 512 else 4,
             row_warps=16 if width >= 512 else 4,

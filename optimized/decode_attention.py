@@ -59,7 +59,7 @@ class AttentionKnobs:
             "warps": (2, 4, 8),
             "block": (32, 64, 128),
             "stages": (1, 2, 3, 4),
-            "splits": (1, 2, 4, 8, 16, 32, 64, 132, 264, 528),
+            "splits": (1, 2, 4, 8, 16, 32, 64, 132, 264, 396, 528),
         }
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:

@@ -13,21 +13,19 @@ MAX_PAIRS = 64  # beyond, pairs share experts and a grouped matrix product reads
 MAX_UNROLL = 20  # steps of the unrolled loops; more run out of registers and compile slowly
 MAX_TILE = 8192  # partial sums a program holds, of each matrix
 MAX_HELD = 160  # weights that a thread holds, in half as many registers
-ROOM = 96  # of those, with which Beam's thread blocks fit a GPU at once
 MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKnobs:
     """Per kernel: `rows` of outputs a program, the `block` of the sum at a time, `warps`. The first
-    has `stages` of a pipelined loop and about `up_programs`; the second takes all slots of a token
-    at once and holds `down_held` blocks of their weights before the first is done."""
+    has `stages` of a pipelined loop, or 0 for an unrolled one; the second holds the weights of its
+    first `down_held` slots before the first is done."""
 
     up_rows: int
     up_block: int
     up_warps: int
     up_stages: int
-    up_programs: int
     down_rows: int
     down_block: int
     down_warps: int
@@ -36,19 +34,17 @@ class ExpertsKnobs:
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "ExpertsKnobs":
         up_block, down_block = _block(shape["D"], 1024), _block(shape["F"], 64)
-        slots = triton.next_power_of_2(shape["K"])
-        rows = max(1, 4096 // (slots * down_block))
-        held = ROOM * 128 // (rows * slots * down_block)
+        rows = 8 if shape["F"] <= 512 else 4
+        a_slot = rows * down_block * triton.cdiv(shape["F"], down_block) // 128
         return cls(
             up_rows=2,
             up_block=up_block,
             up_warps=4,
-            up_stages=6,
-            up_programs=264,
+            up_stages=4,
             down_rows=rows,
             down_block=down_block,
             down_warps=4,
-            down_held=min(triton.cdiv(shape["F"], down_block), held),
+            down_held=min(shape["K"], MAX_HELD // max(1, a_slot)),
         )
 
     @classmethod
@@ -57,27 +53,23 @@ class ExpertsKnobs:
             "up_rows": (1, 2, 4, 8),
             "up_block": (256, 512, 1024, 2048),
             "up_warps": (2, 4, 8),
-            "up_stages": (1, 2, 3, 4, 6, 8),
-            "up_programs": (132, 264, 396, 528, 1056),
-            "down_rows": (1, 2, 4, 8, 16),
-            "down_block": (32, 64, 128, 256),
+            "up_stages": (0, 2, 3, 4, 6),
+            "down_rows": (2, 4, 8, 16),
+            "down_block": (64, 128, 256, 512),
             "down_warps": (2, 4, 8),
-            "down_held": (0, 1, 2, 3, 5, 10),
+            "down_held": tuple(sorted({0, shape["K"] // 4, shape["K"] // 2, shape["K"]})),
         }
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
-        slots = triton.next_power_of_2(shape["K"])
         sizes = (
             (self.up_rows, self.up_block, shape["D"]),
-            (self.down_rows * slots, self.down_block, shape["F"]),
+            (self.down_rows, self.down_block, shape["F"]),
         )
         pieces = triton.cdiv(shape["F"], self.down_block)
         staged = self.up_stages * (2 * self.up_rows + 1) * self.up_block * 2  # bytes
-        held = self.down_held * self.down_rows * slots * self.down_block
+        held = self.down_held * pieces * self.down_rows * self.down_block
         return (
-            0 <= self.down_held <= pieces
-            and self.up_stages >= 1
-            and self.up_programs >= 1
+            0 <= self.down_held <= shape["K"]
             and staged <= MAX_STAGED
             and held <= MAX_HELD * 32 * self.down_warps
             and all(
@@ -87,12 +79,6 @@ class ExpertsKnobs:
                 for rows, block, width in sizes
             )
         )
-
-
-def up_tiles(shape: Mapping[str, int], knobs: ExpertsKnobs) -> int:
-    """How many times `up_rows` of a pair's F rows one of about `up_programs` programs takes."""
-    programs = max(1, knobs.up_programs // max(1, shape["P"]))
-    return triton.cdiv(shape["F"], programs * knobs.up_rows)
 
 
 def _block(width: int, start: int) -> int:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation
 from optimized.combine import weighted_sum
-from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs, up_tiles
+from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs
 from optimized.grouped_experts import GroupedKnobs, grouped_experts
 from optimized.triton_support import (
     OfflineCase,
@@ -40,6 +40,29 @@ from optimized.triton_support import (
 
 
 @triton.jit
+def _multiply(
+    x_row,
+    gate_rows,
+    first,
+    in_rows,
+    gates,
+    ups,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the products of columns `first` and on to the sums of gate and up rows."""
+    column = first + tl.arange(0, BLOCK)[None, :]
+    inside = column < D
+    x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32).broadcast_to(ROWS, BLOCK)
+    inside = inside & in_rows
+    gate = tl.load(gate_rows + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_rows + F * D + column, mask=inside, other=0.0).to(tl.float32)
+    return tl.fma(gate, x, gates), tl.fma(up, x, ups)
+
+
+@triton.jit
 def experts_up_kernel(
     x_ptr,
     experts_ptr,
@@ -50,38 +73,31 @@ def experts_up_kernel(
     D: tl.constexpr,
     F: tl.constexpr,
     ROWS: tl.constexpr,
-    TILES: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`TILES` times `ROWS` rows of a pair's two matrices, in one pipelined loop over their blocks,
-    so that loads go on while a tile's sums are reduced."""
+    """`STAGES` of a pipelined loop over D, or 0 for an unrolled one."""
     previous_is_done(PDL)
     let_next_start(PDL)  # only now: the next kernel reads what this one has waited for
     pair = tl.program_id(0)
-    expert = tl.load(experts_ptr + pair)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    in_rows = (row < F)[:, None]
     x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_stride
-    weights = weight_ptr + expert * (2 * F * D)
-    BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    expert = tl.load(experts_ptr + pair)
+    gate_rows = weight_ptr + expert * (2 * F * D) + row[:, None] * D
+    # Both sums in one loop: the loads of the second need not wait until the first is reduced.
     gates, ups = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
-    for i in tl.range(0, TILES * BLOCKS, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-        row = (tl.program_id(1) * TILES + i // BLOCKS) * ROWS + tl.arange(0, ROWS)
-        column = (i % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[None, :]
-        inside = column < D
-        x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
-        inside = inside & (row < F)[:, None]
-        pointers = weights + row[:, None] * D + column
-        gate_weight = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-        up_weight = tl.load(pointers + F * D, mask=inside, other=0.0).to(tl.float32)
-        x = x.broadcast_to(ROWS, BLOCK)
-        gates, ups = tl.fma(gate_weight, x, gates), tl.fma(up_weight, x, ups)
-        if i % BLOCKS == BLOCKS - 1:
-            gate, up = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
-            gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
-            hidden = (silu_fp32(gate) * up).to(tl.bfloat16)
-            tl.store(hidden_ptr + pair * F + row, hidden, mask=row < F)
-            gates, ups = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    if STAGES == 0:
+        for first in tl.static_range(0, D, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
+            gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
+    else:
+        for first in tl.range(0, D, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+            gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
+    gate, up = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
+    gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
+    hidden = (silu_fp32(gate) * up).to(tl.bfloat16)
+    tl.store(hidden_ptr + pair * F + row, hidden, mask=row < F)
 
 
 @triton.jit
@@ -96,54 +112,49 @@ def experts_down_kernel(
     TOP_K: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
-    SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`HELD` of the matrices' pieces along F are loaded before the previous kernel is done."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    slot = tl.arange(0, SLOTS)
-    used = slot < TOP_K
-    pair = token * TOP_K + slot
-    # The choice of experts was done before `experts_up_kernel` let this kernel start.
-    expert = tl.load(experts_ptr + pair, mask=used, other=0)
-    rows = weight_ptr + expert[None, :, None] * (D * F) + row[:, None, None] * F
-    inside = (row < D)[:, None, None] & used[None, :, None]
     PIECES: tl.constexpr = (F + BLOCK - 1) // BLOCK
     held = ()
-    for i in tl.static_range(HELD):  # pyright: ignore[reportGeneralTypeIssues]
-        held = held + (_piece(rows, inside, i * BLOCK, F, BLOCK),)
+    for i in tl.static_range(0, HELD * PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+        # The choice of experts was done before `experts_up_kernel` let this kernel start.
+        expert = tl.load(experts_ptr + token * TOP_K + i // PIECES)
+        held = held + (_piece(weight_ptr, expert, row, (i % PIECES) * BLOCK, D, F, BLOCK),)
     previous_is_done(PDL)
-    # All slots at once: one wait for what the first kernel wrote, one reduction.
-    sums = tl.zeros([ROWS, SLOTS, BLOCK], tl.float32)
-    hidden = hidden_ptr + pair[None, :, None] * F
-    for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
-        if i < HELD:
-            weight = held[i]
-        else:
-            weight = _piece(rows, inside, i * BLOCK, F, BLOCK)
-        x = _piece(hidden, used[None, :, None], i * BLOCK, F, BLOCK).to(tl.float32)
-        wide = weight.to(tl.float32)  # pyright: ignore[reportAttributeAccessIssue]
-        sums = tl.fma(wide, x.broadcast_to(ROWS, SLOTS, BLOCK), sums)
-    y = tl.sum(sums, axis=2).to(tl.bfloat16).to(tl.float32)
-    share = tl.load(weights_ptr + token * weights_stride + slot, mask=used, other=0.0)
-    weighted = y * share[None, :]
     total = tl.zeros([ROWS], tl.float32)
-    for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
-        term = tl.sum(tl.where(slot[None, :] == k, weighted, 0.0), axis=1)  # the term itself
-        total = term if k == 0 else total + term
+    for slot in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
+        pair = token * TOP_K + slot
+        expert = tl.load(experts_ptr + pair)
+        sums = tl.zeros([ROWS, BLOCK], tl.float32)
+        for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+            if slot < HELD:
+                weight = held[slot * PIECES + i]
+            else:
+                weight = _piece(weight_ptr, expert, row, i * BLOCK, D, F, BLOCK)
+            column = i * BLOCK + tl.arange(0, BLOCK)[None, :]
+            x = tl.load(hidden_ptr + pair * F + column, mask=column < F, other=0.0).to(tl.float32)
+            wide = weight.to(tl.float32)  # pyright: ignore[reportAttributeAccessIssue]
+            sums = tl.fma(wide, x.broadcast_to(ROWS, BLOCK), sums)
+        y = tl.sum(sums, axis=1).to(tl.bfloat16).to(tl.float32)
+        weighted = y * tl.load(weights_ptr + token * weights_stride + slot)
+        total = weighted if slot == 0 else total + weighted
     tl.store(out_ptr + token * D + row, (total * scale).to(tl.bfloat16), mask=row < D)
 
 
 @triton.jit
-def _piece(rows, inside, first, F: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns `first` and on of `rows` of F."""
-    column = first + tl.arange(0, BLOCK)[None, None, :]
-    return tl.load(rows + column, mask=inside & (column < F), other=0.0)
+def _piece(weight_ptr, expert, row, first, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns `first` and on of some rows of an expert's matrix [D, F]."""
+    column = first + tl.arange(0, BLOCK)[None, :]
+    inside = (row < D)[:, None] & (column < F)
+    return tl.load(
+        weight_ptr + expert * (D * F) + row[:, None] * F + column, mask=inside, other=0.0
+    )
 
 
 def shape(node: Any, x: Tensor, weights: Tensor, experts: Tensor) -> dict[str, int]:
@@ -197,10 +208,9 @@ def few(
     out = torch.empty((len(experts), width), dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
-    tiles = up_tiles(sizes, chosen)
     launch(
         experts_up_kernel,
-        (pairs, triton.cdiv(inner, chosen.up_rows * tiles)),
+        (pairs, triton.cdiv(inner, chosen.up_rows)),
         x,
         experts,
         node.gate_up_proj,
@@ -210,7 +220,6 @@ def few(
         D=width,
         F=inner,
         ROWS=chosen.up_rows,
-        TILES=tiles,
         BLOCK=chosen.up_block,
         STAGES=chosen.up_stages,
         num_warps=chosen.up_warps,
@@ -228,7 +237,6 @@ def few(
         TOP_K=top_k,
         D=width,
         F=inner,
-        SLOTS=triton.next_power_of_2(top_k),
         ROWS=chosen.down_rows,
         BLOCK=chosen.down_block,
         HELD=chosen.down_held,
@@ -241,11 +249,11 @@ def offline_cases() -> list[OfflineCase]:
     """Beam whole, and on one of two and one of eight tensor-parallel ranks."""
     up = dict.fromkeys(("x_ptr", "weight_ptr", "hidden_ptr"), "*bf16")
     up |= {"experts_ptr": "*i64", "x_stride": "i32:16"}
-    up |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "TILES", "BLOCK", "STAGES"), "constexpr")
+    up |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK", "STAGES"), "constexpr")
     down = dict.fromkeys(("hidden_ptr", "weight_ptr", "out_ptr"), "*bf16")
     down |= {"weights_ptr": "*fp32", "experts_ptr": "*i64", "weights_stride": "i32"}
     down |= {"scale": "fp32"}
-    down |= dict.fromkeys(("TOP_K", "D", "F", "SLOTS", "ROWS", "BLOCK", "HELD"), "constexpr")
+    down |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK", "HELD"), "constexpr")
     up = {name: up[name] for name in experts_up_kernel.arg_names if name in up}
     down = {name: down[name] for name in experts_down_kernel.arg_names if name in down}
     cases = []
@@ -253,9 +261,9 @@ def offline_cases() -> list[OfflineCase]:
         knobs = ExpertsKnobs.heuristic({"P": 8, "K": 8, "D": 5120, "F": inner})
         sizes = {"TOP_K": 8, "D": 5120, "F": inner}
         values = {**sizes, "ROWS": knobs.up_rows, "BLOCK": knobs.up_block}
-        values |= {"STAGES": knobs.up_stages, "TILES": up_tiles({"P": 8, "F": inner}, knobs)}
+        values["STAGES"] = knobs.up_stages
         cases.append(OfflineCase(experts_up_kernel, up, values, knobs.up_warps))
-        values = {**sizes, "SLOTS": 8, "ROWS": knobs.down_rows, "BLOCK": knobs.down_block}
+        values = {**sizes, "ROWS": knobs.down_rows, "BLOCK": knobs.down_block}
         values["HELD"] = knobs.down_held
         cases.append(OfflineCase(experts_down_kernel, down, values, knobs.down_warps))
     return cases

@@ -78,8 +78,7 @@ def test_matches_at_beams_width():
         up_rows=8,
         up_block=1024,
         up_warps=4,
-        up_stages=2,
-        up_programs=4,
+        up_stages=0,
         down_rows=128,
         down_block=64,
         down_warps=4,
@@ -121,10 +120,10 @@ def test_a_token_alone_gives_the_same_bits():
     assert same_bits(together[2:3], alone)
 
 
-@pytest.mark.parametrize("held", [0, 1, 2])
+@pytest.mark.parametrize("held", [0, 1, 4])
 def test_weights_held_ahead_change_nothing(held):
-    reference, x, experts = node(8, 96, 80), bf16(2, 96), choices(2, 4, 8)
-    knobs = replace(ExpertsKnobs.heuristic({"P": 8, "K": 4, "D": 96, "F": 80}), down_held=held)
+    reference, x, experts = node(8, 96, 40), bf16(2, 96), choices(2, 4, 8)
+    knobs = replace(ExpertsKnobs.heuristic({"P": 8, "K": 4, "D": 96, "F": 40}), down_held=held)
     found = run_triton(CHANGE, reference, x, shares(experts), experts, knobs=knobs)
     assert same_bits(found, run_triton(CHANGE, reference, x, shares(experts), experts))
 
