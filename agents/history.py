@@ -44,6 +44,15 @@ class History:
     def kept(self) -> list[Attempt]:
         return [a for a in self.attempts if a.status is Status.KEPT]
 
+    def gained_us(self, kind: str) -> dict[str, float]:
+        """What the kept changes gained in one of the two measurements, by region."""
+        gained: dict[str, float] = {}
+        for attempt in self.kept:
+            if attempt.latency is not None:
+                pair = getattr(attempt.latency, kind)
+                gained[attempt.region] = gained.get(attempt.region, 0.0) + pair.gain_us
+        return gained
+
     @property
     def controls(self) -> frozenset[str]:
         """The controls that were refused, as they must be."""

@@ -158,6 +158,7 @@ class Loop:
                 Tried(a.region, a.name, a.backend) for a in self.history.attempts if not a.control
             ),
             effect_us=self.history.effect_us()[self.session.measure.kind],
+            gained_us=self.history.gained_us(self.session.measure.kind),
         )
 
     def attempt(self, suggestion: Suggestion, control: str | None = None) -> Attempt:

@@ -153,9 +153,10 @@ class Measure:
         )
 
     def trace(self, model: nn.Module, path: Path | None) -> Trace:
-        """One decode step of `model`, attributed; on a GPU the replay of its graph."""
-        mode = default_mode(self.workload.device)
-        return capture(model, self.inputs(DECODE), path=path, mode=mode)
+        """One step of the target's kind of `model`, attributed; a decode on a GPU is the replay of
+        its graph."""
+        mode = default_mode(self.workload.device) if self.kind == DECODE else "eager"
+        return capture(model, self.inputs(self.kind), path=path, mode=mode)
 
     def other_target(self, name: str, model: nn.Module) -> Timing:
         """`model` on a target that is neither of the run's two; UserError if it does not fit."""

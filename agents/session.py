@@ -232,13 +232,13 @@ class Session:
         self.progress.done(f"smallest detectable effect: {text}")
 
     def profile(self, when: str) -> None:
-        """Trace one decode step and record its kernels, its layers and, before any change, what
-        they offer."""
-        ceilings = self.ceilings
-        self.progress.stage(f"tracing a decode step, {when} the changes")
+        """Trace one step of the target and record its kernels, its layers and, before any change,
+        what they offer."""
+        ceilings, kind = self.ceilings, self.measure.kind
+        self.progress.stage(f"tracing a {kind} step, {when} the changes")
         folder = self.directory / "traces"
         folder.mkdir(exist_ok=True)
-        trace = self.measure.trace(self.current, folder / f"decode-{when}.json.gz")
+        trace = self.measure.trace(self.current, folder / f"{kind}-{when}.json.gz")
         rows = kernel_rows(trace, ceilings)
         by_line = [row.to_json() for row in aggregate(rows, by="line")]
         self.ledger.append("kernels", {"when": when, "rows": by_line, **rows.summary()})
@@ -255,15 +255,14 @@ class Session:
         return [Opportunity.from_json(o) for o in found["opportunities"]]
 
     def floors_us(self) -> dict[str, float | None]:
-        """The shortest that a decode and a prefill can take: a decode by the bytes that any
-        implementation must read, a prefill by those and the operations of its matrix products.
-
-        Only where the weights cannot stay in a cache, so not for a toy model.
-        """
+        """The shortest that a decode (where one was traced) and a prefill can take: a decode by
+        the bytes that any implementation must read, a prefill by those and the operations of its
+        matrix products. Only where the weights cannot stay in a cache, so not for a toy model."""
         compulsory = (self.ledger.last("kernels") or {}).get("compulsory_bytes")
         if self.workload.toy or compulsory is None:
             return dict.fromkeys(KINDS)
-        decode = compulsory / self.ceilings.read_gb_per_s / 1e3
+        traced = compulsory / self.ceilings.read_gb_per_s / 1e3
+        decode = traced if self.measure.kind == "decode" else None
         return {"decode": decode, "prefill": self.prefill_floor_us}
 
     @cached_property

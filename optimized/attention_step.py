@@ -303,6 +303,7 @@ CHANGE = Change(
     region="attention",
     summary="a decode step's attention with everything around it, two kernels between projections",
     contract=Contract(numerics="reduction", batch_invariant=False),
+    around=True,
     implementations=(
         Implementation(
             backend="triton",

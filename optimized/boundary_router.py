@@ -238,6 +238,7 @@ CHANGE = Change(
     region="layer",
     summary="a layer whose boundary before the experts and router are one kernel",
     contract=Contract(numerics="reduction", batch_invariant=False),
+    around=True,
     implementations=(
         Implementation(
             backend="triton",

@@ -70,13 +70,18 @@ class Implementation:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A fused replacement for every node of `region`."""
+    """A fused replacement for every node of `region`.
+
+    One that goes `around` calls what it leaves as it is through the node's own modules, so that
+    what has replaced those serves on.
+    """
 
     name: str
     region: str
     summary: str
     contract: Contract
     implementations: tuple[Implementation, ...]
+    around: bool = False
 
     def implementation(self, backend: str) -> Implementation:
         for implementation in self.implementations:

@@ -1,7 +1,7 @@
 """What a proposer is: it looks at where the time goes and names changes worth trying."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -28,6 +28,7 @@ class Context:
     opportunities: Sequence[Opportunity]
     tried: frozenset[Tried]
     effect_us: float  # the smallest gain that can be told from none
+    gained_us: Mapping[str, float] = field(default_factory=dict)  # by region, of what was kept
 
     def was_tried(self, region: str, backend: str, change: str | None = None) -> bool:
         """Whether the region was tried with this backend, by this change or by any."""
@@ -45,6 +46,24 @@ class Context:
             if any(getattr(m, "applied", None) for m in self.model.get_submodule(node).modules()):
                 return 0.0
         return len(open_names) / len(names) if names else 0.0
+
+    def around(self, region: str) -> float:
+        """The share of the region's nodes that a change around their parts can still replace: not
+        those inside a replaced node, and none if a node was replaced itself."""
+        names = nodes(self.model, region)
+        open_names = reached(self.model, names)
+        if any(getattr(self.model.get_submodule(n), "applied", None) for n in open_names):
+            return 0.0
+        return len(open_names) / len(names) if names else 0.0
+
+    def left(self, opportunity: Opportunity) -> Opportunity:
+        """The opportunity without what was gained inside its region."""
+        gained = sum(self.gained_us.get(region, 0.0) for region in opportunity.contains)
+        return replace(
+            opportunity,
+            predicted_us=max(0.0, opportunity.predicted_us - gained),
+            bound_us=max(0.0, opportunity.bound_us - gained),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,19 @@ class Catalog:
         """Every catalogued change for a traced region that this device can run.
 
         Where a change has several implementations, the first that was not tried stands for it, so
-        that the next one gets its turn only after that was refused.
+        that the next one gets its turn only after that was refused. A change around others waits
+        until nothing inside is left to try, and is predicted to gain what those left of it.
         """
         by_region = {o.region: o for o in context.opportunities}
         suggestions = []
         for change in changes().values():
             opportunity = by_region.get(change.region)
-            if opportunity is None or not (share := context.free(change.region)):
+            if opportunity is None:
+                continue
+            if change.around:
+                opportunity = context.left(opportunity)
+            share = (context.around if change.around else context.free)(change.region)
+            if not share:
                 continue
             for implementation in change.implementations:
                 if context.device_type not in implementation.devices:
@@ -27,4 +33,10 @@ class Catalog:
                 backend = implementation.backend
                 suggestions.append(suggest(opportunity, change, backend, change.summary, share))
                 break
-        return sorted(suggestions, key=lambda s: -s.proposal.predicted_us)
+        waiting = {s.change.region for s in suggestions}
+        ready = [
+            s
+            for s in suggestions
+            if not (s.change.around and waiting.intersection(by_region[s.change.region].contains))
+        ]
+        return sorted(ready, key=lambda s: -s.proposal.predicted_us)

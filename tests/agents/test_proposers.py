@@ -154,3 +154,39 @@ def test_a_region_that_is_partly_inside_replaced_nodes_is_proposed_for_its_rest(
     assert proposal.node_count == len(left)
     assert proposal.predicted_us == pytest.approx(30.0 * len(left) / len(every))
     assert apply_change(model, inductor_change(inner), "inductor") == left
+
+
+def test_a_change_around_others_waits_for_them_and_is_predicted_to_gain_what_they_left():
+    around = next(c for c in changes().values() if c.around and nodes(MODEL, c.region))
+    inside = next(c for c in changes().values() if not c.around and nodes(MODEL, c.region))
+    whole = replace(opportunity(around.region, 100.0), contains=(inside.region,))
+    found = [whole, opportunity(inside.region, 10.0)]
+    names = [s.change.name for s in Catalog().propose(context(found, device="cuda"))]
+    assert inside.name in names and around.name not in names
+
+    tried = frozenset(Tried(inside.region, inside.name, i.backend) for i in inside.implementations)
+    others = [c for c in changes().values() if c.region == inside.region and c is not inside]
+    tried |= {Tried(c.region, c.name, i.backend) for c in others for i in c.implementations}
+    later = replace(context(found, tried, device="cuda"), gained_us={inside.region: 30.0, "x": 9.0})
+    proposals = [s.proposal for s in Catalog().propose(later)]
+    assert [p.change for p in proposals] == [around.name]
+    assert (proposals[0].predicted_us, proposals[0].bound_us) == (70.0, 170.0)
+
+
+def test_a_change_around_others_takes_nodes_whose_parts_were_replaced():
+    model = share(MODEL)
+    around = next(c for c in changes().values() if c.around and nodes(MODEL, c.region))
+    found = [opportunity(around.region, 100.0)]
+    within = {
+        region_of(module)
+        for name in nodes(model, around.region)
+        for module in model.get_submodule(name).modules()
+    }
+    part = next(c for c in changes().values() if c is not around and c.region in within)
+    for name in nodes(model, part.region):
+        model.get_submodule(name).applied = part.name
+    assert context(found, model=model).free(around.region) == 0.0
+    assert context(found, model=model).around(around.region) > 0.0
+    for name in nodes(model, around.region):
+        model.get_submodule(name).applied = around.name
+    assert context(found, model=model).around(around.region) == 0.0
