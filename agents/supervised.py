@@ -25,9 +25,7 @@ from harness.ledger import Event, Ledger
 from harness.records import Status
 
 TICK_S = 0.25
-PATIENCE_S = (
-    30.0  # for an interrupted process to leave its reports, and for one to end that is done
-)
+PATIENCE_S = 30.0  # for a process to end that was asked to, or that said it would
 AT_ONCE_S = 1.0  # two signals within this count as one
 # Without a word for this share of the budget, and at least so many seconds, a process hangs. One
 # stage of a change takes seconds to a minute or two; a baseline compiles for many.
@@ -35,7 +33,6 @@ CHANGE_SHARE, CHANGE_S = 0.25, 240.0
 STAGE_SHARE, STAGE_S = 0.5, 600.0
 # These codes mean that the run came to its end, which then stands in its ledger.
 ENDED = ExitCode.DONE, ExitCode.FOUND, ExitCode.OUT_OF_BUDGET
-
 
 Work = Callable[[Path | None, float, Pulse], int]
 
@@ -184,7 +181,8 @@ class Supervisor:
         if self.directory is None or not self.events():
             raise UserError(fate)
         ledger, begun = Ledger(self.directory), self.in_progress()
-        ledger.append("died", {"how": renewed or how, "stage": stage, **self.blamed()})
+        blamed = self.last_tried() if begun or renewed else {}
+        ledger.append("died", {"how": renewed or how, "stage": stage, **blamed})
         tried = False
         if begun is not None:
             started = Started.from_json(begun.data)
@@ -203,8 +201,8 @@ class Supervisor:
         self.report()
         raise UserError(f"{fate}; continue with --resume {self.directory}")
 
-    def blamed(self) -> dict[str, Any]:
-        """Which change was tried last in this life; nothing where that was decided long ago."""
+    def last_tried(self) -> dict[str, Any]:
+        """Which change this life began last."""
         events = [e for e in self.new_events() if e.kind in ("started", "attempt")]
         return {n: events[-1].data[n] for n in ("index", "name", "backend")} if events else {}
 
@@ -234,7 +232,6 @@ class Supervisor:
             traceback.print_exc()
 
     def say(self, text: str, style: str) -> None:
-
         from agents.progress import Progress
 
         Progress(self.budget or Budget(0.0)).done(text, style)

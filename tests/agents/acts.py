@@ -1,6 +1,7 @@
 """A run without a model, for its supervisor: each life plays one of the acts in its arguments.
 
-`python acts.py DIRECTORY ACT...`; life N plays act N. Before an act whose name begins with "in_" a
+`python acts.py DIRECTORY ACT...`; life N of the run plays act N, where an earlier program began the
+run, too. Before an act whose name begins with "in_" a
 change is begun.
 """
 
@@ -102,5 +103,6 @@ def play(acts: list[str], run: Path, directory: Path | None, used_s: float, puls
 
 if __name__ == "__main__":
     where, *rest = sys.argv[1:]
-    supervisor = Supervisor(partial(play, rest, Path(where)), None, None)
+    known = Path(where) if Path(where).exists() else None
+    supervisor = Supervisor(partial(play, rest, Path(where)), known, None)
     sys.exit(cli.run(supervisor.run))

@@ -34,9 +34,21 @@ def command(directory: Path, *more: str) -> list[str]:
     return [*program, "--resume", str(directory), *BUDGET, *more]
 
 
-def play(directory: Path, *names: str) -> subprocess.Popen:
-    program = [sys.executable, str(Path(acts.__file__)), str(directory), *names]
-    return subprocess.Popen(program, env=environment(), stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def play() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts a run of acts; one that still runs after the test is killed."""
+    begun: list[subprocess.Popen] = []
+
+    def play(directory: Path, *names: str) -> subprocess.Popen:
+        line = [sys.executable, str(Path(acts.__file__)), str(directory), *names]
+        run = subprocess.Popen(line, env=environment(), stderr=subprocess.PIPE, text=True)
+        begun.append(run)
+        return run
+
+    yield play
+    for run in begun:
+        run.kill()
+        run.communicate()
 
 
 def kinds(directory: Path) -> list[str]:
@@ -90,18 +102,6 @@ def last_event(directory: Path, kind: str) -> bool:
 @pytest.mark.slow
 def test_whatever_ends_the_process_while_a_change_is_timed_the_run_goes_on(tmp_path: Path) -> None:
     directory = killers.begun(tmp_path / "run").directory
-    # The whole run is killed first, while a change hangs; then it is continued.
-    first = subprocess.Popen(
-        command(directory), env=environment("hangs"), stderr=subprocess.DEVNULL
-    )
-    wait_until(lambda: last_event(directory, "started"))
-    time.sleep(1.0)
-    pids = below(first.pid)
-    assert len(pids) == 2 == len(running(pids))
-    first.kill()
-    first.wait()
-    wait_until(lambda: not running(pids))
-
     order = ("hangs", "breaks_the_card", "slow", "forks", "leaves")
     done = subprocess.run(
         command(directory), env=environment(*order), capture_output=True, text=True
@@ -126,11 +126,13 @@ def test_whatever_ends_the_process_while_a_change_is_timed_the_run_goes_on(tmp_p
     died = [e.data for e in Ledger.open(directory).events() if e.kind == "died"]
     assert [d["name"] for d in died] == ["hangs", "breaks_the_card", "forks"]
     assert {d["stage"] for d in died} == {"timing"}
-    assert kinds(directory)[-1] == "stopped" and kinds(directory).count("resumed") == 5
+    assert kinds(directory)[-1] == "stopped" and kinds(directory).count("resumed") == 4
     assert (directory / "report.html").is_file()
 
 
-def test_a_change_that_ended_the_process_is_decided_and_the_budget_is_one(tmp_path: Path) -> None:
+def test_a_change_that_ended_the_process_is_decided_and_the_budget_is_one(
+    play, tmp_path: Path
+) -> None:
     lives = "in_change", "in_change_keeper", "in_change_decided", "in_change_interrupts", "0"
     run = play(tmp_path / "run", *lives)
     _, errors = run.communicate(timeout=60)
@@ -168,7 +170,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("names, says", ENDS.values(), ids=ENDS.keys())
-def test_a_run_ends_where_another_process_would_not_help(names, says, tmp_path: Path) -> None:
+def test_a_run_ends_where_another_process_would_not_help(names, says, play, tmp_path) -> None:
     run = play(tmp_path / "run", *names)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 2
@@ -176,18 +178,24 @@ def test_a_run_ends_where_another_process_would_not_help(names, says, tmp_path: 
     assert line.startswith("error: the run's process ") and says in line
     assert line.endswith(f"continue with --resume {tmp_path / 'run'}")
     assert ("Traceback" in errors) == ("raises" in names)
+    (*_, died) = [e.data for e in Ledger.open(tmp_path / "run").events() if e.kind == "died"]
+    assert ("name" in died) == (died["stage"] in ("in_change", "in_control"))
     assert kinds(tmp_path / "run").count("life") == len(names) - (names[-1] == "0")
     assert (tmp_path / "run" / "report.md").is_file()
 
 
 @pytest.mark.parametrize("act, code", [("0", 0), ("1", 1), ("3", 3), ("crashes_at_its_end", 0)])
-def test_the_exit_code_of_a_run_that_came_to_its_end_is_passed_on(act, code, tmp_path) -> None:
+def test_the_exit_code_of_a_run_that_came_to_its_end_is_passed_on(
+    act, code, play, tmp_path
+) -> None:
     run = play(tmp_path / "run", act)
     assert (run.wait(60), kinds(tmp_path / "run")) == (code, ["run", "life", "stopped"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_of_a_run_that_was_killed_or_interrupted_twice(number, tmp_path) -> None:
+def test_nothing_is_left_of_a_run_that_was_killed_or_interrupted_twice(
+    number, play, tmp_path
+) -> None:
     """Its process hears no signal, and an orphan of it sits in a session of its own."""
     directory = tmp_path / "run"
     run = play(directory, "in_change_deaf")
@@ -202,14 +210,17 @@ def test_nothing_is_left_of_a_run_that_was_killed_or_interrupted_twice(number, t
     _, errors = run.communicate(timeout=60)
     wait_until(lambda: not running(pids))
     if number == signal.SIGKILL:
-        assert kinds(directory)[-1] == "sleeps"
+        again = play(directory, "in_change_deaf", "0")
+        again.communicate(timeout=60)
+        begun = ["run", "life", "started", "sleeps"]
+        assert (again.returncode, kinds(directory)) == (0, [*begun, "life", "stopped"])
         return
     assert run.returncode == 130
     assert errors.splitlines()[-1].endswith(f"interrupted; continue with --resume {directory}")
     assert kinds(directory)[-1] == "stopped" and "attempt" not in kinds(directory)
 
 
-def test_an_interrupt_sent_to_every_process_of_a_run_ends_it_cleanly(tmp_path: Path) -> None:
+def test_an_interrupt_sent_to_every_process_of_a_run_ends_it_cleanly(play, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     run = play(directory, "in_change_polite", "0")
     wait_until(lambda: last_event(directory, "sleeps"))
@@ -220,7 +231,7 @@ def test_an_interrupt_sent_to_every_process_of_a_run_ends_it_cleanly(tmp_path: P
     assert kinds(directory) == ["run", "life", "started", "sleeps", "stopped"]
 
 
-def test_a_stopped_run_stops_its_process_and_goes_on_with_it(tmp_path: Path) -> None:
+def test_a_stopped_run_stops_its_process_and_goes_on_with_it(play, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     run = play(directory, "in_change_deaf")
     wait_until(lambda: last_event(directory, "sleeps"))
