@@ -1,8 +1,8 @@
 """Reflection Beam 1.0 (501B-A23B), plain PyTorch: what is right.
 
 Shapes: B sequences, T tokens of each in a step, N = B * T, D hidden, V vocabulary; the parts are in
-`beam_config` (shape and presets), `beam_attention`, `beam_moe` and `layers`, whose names this file
-exports too.
+`beam_config` (shape and presets), `attend`, `beam_attention`, `beam_moe` and `layers`, whose names
+this file exports too.
 
 Every tensor that these files make in `config.dtype` (BF16) is a rounding point; everything else is
 FP32. Modules named with a `region` are the units that a fused kernel may replace: each is one call,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from reference.beam_attention import Attend, PrefillAttend
+from reference.attend import Attend, PrefillAttend
 from reference.cache import LayerCache
 from reference.layers import Linear, ParallelProjection, rope_in_dtype, unit_norm
 from reference.muse_spark_config import MuseSparkConfig

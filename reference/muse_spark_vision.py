@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference.beam_attention import Attend
+from reference.attend import Attend
 from reference.layers import Linear, rope
 from reference.muse_spark_config import VisionConfig
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import beam, beam_attention
+from reference import beam
 from reference.beam import Attend, Attention, Experts
 from tests.reference import small
 from tests.reference.golden import attention_fp64
@@ -83,7 +83,7 @@ def test_blocks_of_scores_agree_with_one(
     attend, q, k, v, mask = attention_case(dtype)
     whole = attend(q, k, v, mask)
     per_query = q.shape[0] * q.shape[2] * k.shape[1]
-    monkeypatch.setattr(beam_attention, "SCORES_PER_BLOCK", 3 * per_query)
+    monkeypatch.setattr("reference.attend.SCORES_PER_BLOCK", 3 * per_query)
     assert_within(attend(q, k, v, mask), whole, reordered_keys(attend, q, k, v, mask))
 
 
