@@ -187,9 +187,9 @@ class Proposal(Record):
     region: str
     backend: str
     hypothesis: str
-    launches_saved: int  # per decode step
-    bytes_saved: int  # per decode step
-    predicted_us: float  # gain per decode step
+    launches_saved: int  # per step of the target
+    bytes_saved: int  # per step of the target
+    predicted_us: float  # gain per step of the target
     bound_us: float  # the gain if the region took only its floor
     node_count: int
 

@@ -85,7 +85,7 @@ def _against(run: Run, baseline: Baseline, kind: str) -> Ratio | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Gain per decode step, as predicted from the trace and as measured."""
+    """Gain per step of the target, as predicted from the trace and as measured."""
 
     attempt: Attempt
     predicted_us: float
@@ -99,9 +99,9 @@ class Prediction:
 def predictions(run: Run) -> list[Prediction]:
     """Every change with both figures, in the order tried."""
     return [
-        Prediction(attempt=a, predicted_us=a.predicted_us, realised_us=a.latency.decode.gain_us)
+        Prediction(attempt=a, predicted_us=a.predicted_us, realised_us=pair.gain_us)
         for a in run.changes()
-        if a.predicted_us is not None and a.latency is not None
+        if a.predicted_us is not None and (pair := run.pair(a)) is not None
     ]
 
 
@@ -227,7 +227,7 @@ PARTS = (
 
 
 def budget_lines(run: Run) -> list[BudgetLine]:
-    """The parts of a decode step that are not nothing, whole step included."""
+    """The parts of a step of the target that are not nothing, whole step included."""
     sides = {when: step_budget(kernels) for when, kernels in run.kernels.items()}
     before, after = sides.get("before"), sides.get("after")
     lines = [

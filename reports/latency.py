@@ -1,4 +1,4 @@
-"""The first picture: latency after each change, decode above prefill, as one standalone SVG."""
+"""The first picture: latency after each change, the target first, as one standalone SVG."""
 
 from harness.records import Status
 from reports import text
@@ -13,13 +13,12 @@ LEFT, RIGHT = 44, 52
 PANEL, HEAD, GAP = 190, 52, 26
 SMALL = 12
 UNITS = (1e6, "s"), (1e3, "ms"), (1.0, "µs")
-KINDS = "decode", "prefill"
 TURN = -50
 
 
 def latency(run: Run) -> str | None:
     """The picture, or None where nothing was timed."""
-    paths = {kind: path for kind in KINDS if (path := steps(run, kind)) and path[0].level}
+    paths = {kind: path for kind in run.kinds if (path := steps(run, kind)) and path[0].level}
     if not paths:
         return None
     canvas = Canvas(WIDTH, f"Latency after each change: {run.header.model} {run.header.preset}")

@@ -36,7 +36,7 @@ def layer(run: Run, pair: LayerPair | None = None, *, standalone: bool = True) -
     longest = max(time_us(rows) for side in (before, after) for rows in side.values())
     scale = WIDEST / (longest or 1.0)
     canvas = Canvas(WIDTH, f"Kernels of one layer, {pair.kind}, before and after")
-    _head(canvas, pair, word)
+    _head(canvas, pair, word, run.header.kind)
     top = float(HEAD)
     for name in names:
         canvas.line([(0, top), (WIDTH, top)], "rule")
@@ -78,8 +78,8 @@ def described(rows: list[KernelRow], word: str, room: float) -> str:
     return f"{count} {word.rstrip('s') if count == 1 else word}"
 
 
-def _head(canvas: Canvas, pair: LayerPair, word: str) -> None:
-    canvas.text(0, 20, "One layer in launch order", size=16, bold=True)
+def _head(canvas: Canvas, pair: LayerPair, word: str, kind: str) -> None:
+    canvas.text(0, 20, f"One layer of a {kind} step, in launch order", size=16, bold=True)
     where = f"{pair.kind}, {pair.module}; each piece is one of its {word}"
     canvas.text(0, 38, where, size=SMALL, colour="muted")
     x = 0.0

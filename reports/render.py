@@ -14,7 +14,6 @@ from harness.records import Status, Timing
 from reports import drift, figures, layer, text
 from reports.run import Run
 
-KINDS = ("decode", "prefill")
 SECTIONS = (
     (Status.KEPT, "What was kept, and why", "Nothing was kept."),
     (Status.REJECTED, "What was rejected, and why", "Nothing was rejected."),
@@ -83,9 +82,10 @@ def context(run: Run) -> dict[str, Any]:
             here.cpu_threads if here else None,
         ),
         "state": state(run),
-        "after_words": "with the kept changes" if run.finished else "after the last kept change",
-        "kinds": KINDS,
-        "workload": {k: header.workload.get(k, "").removeprefix(f"{k} ") for k in KINDS},
+        "after_words": after_words(run),
+        "kinds": run.kinds,
+        "kind": header.kind,
+        "workload": {k: header.workload.get(k, "").removeprefix(f"{k} ") for k in run.kinds},
         "titles": figures.BASELINE_TITLES,
         "sections": SECTIONS,
         "baselines": figures.baseline_rows(run),
@@ -109,6 +109,13 @@ def context(run: Run) -> dict[str, Any]:
         "describe_verdict": figures.describe_verdict,
         "describe_audit": figures.describe_audit,
     }
+
+
+def after_words(run: Run) -> str:
+    """What `run.after` is of."""
+    if not run.changes(Status.KEPT):
+        return "again at the end, nothing kept"
+    return "with the kept changes" if run.finished else "after the last kept change"
 
 
 def state(run: Run) -> str | None:

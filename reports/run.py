@@ -17,6 +17,7 @@ from harness.records import (
     KernelRow,
     Latency,
     LayerMap,
+    Paired,
     Proposal,
     Status,
     StepBudget,
@@ -25,6 +26,7 @@ from harness.records import (
 )
 
 BASELINES = ("eager", "graph", "compile")
+KINDS = ("decode", "prefill")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,15 @@ class Header:
     workload: dict[str, str]
     note: str = ""  # what the preset says about itself
 
+    @property
+    def kind(self) -> str:
+        """Which of KINDS the target is: what is traced, and what a change is kept for."""
+        return self.target.partition("-")[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The kernels of one decode step in launch order, and how far the profile can be trusted."""
+    """The kernels of one step of the target in launch order, and how far to trust the profile."""
 
     rows: tuple[KernelRow, ...]
     step_us: float | None  # the step unprofiled
@@ -119,6 +126,8 @@ class Run:
     @classmethod
     def _begin(cls, directory: Path, event: Event) -> "Run":
         names = ("target", "model", "preset", "device", "seed", "proposer")
+        if event.data["target"].partition("-")[0] not in KINDS:
+            raise ValueError(f"target {event.data['target']!r} is neither a decode nor a prefill")
         header = Header(
             **{name: event.data[name] for name in names},
             options=dict(event.data.get("options") or {}),
@@ -136,6 +145,15 @@ class Run:
     @property
     def environment(self) -> Environment | None:
         return self.environments[-1] if self.environments else None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """KINDS, the target's first."""
+        return tuple(sorted(KINDS, key=lambda kind: kind != self.header.kind))
+
+    def pair(self, attempt: Attempt) -> Paired | None:
+        """What the attempt did to the target: its gain decides."""
+        return getattr(attempt.latency, self.header.kind) if attempt.latency else None
 
     @property
     def finished(self) -> bool:

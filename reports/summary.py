@@ -8,7 +8,7 @@ from typing import Any
 from harness.records import SCHEMA, Attempt, Status, Timing
 from reports.figures import baseline_rows, launches, median_error_us
 from reports.files import write_text
-from reports.run import Run
+from reports.run import KINDS, Run
 
 NAME = "summary.json"
 
@@ -22,7 +22,7 @@ def summary(run: Run) -> dict[str, Any]:
     timed = {n: b for n, b in run.baselines.items() if b.decode is not None}
     speedup: dict[str, dict[str, float]] = {}
     intervals: dict[str, dict[str, tuple[float, float]]] = {}
-    for kind in ("decode", "prefill"):
+    for kind in KINDS:
         ratios = {f"vs_{r.baseline.name}": getattr(r, kind) for r in rows}
         speedup[kind] = {n: r.value for n, r in ratios.items() if r is not None}
         intervals[kind] = {n: r.interval for n, r in ratios.items() if r is not None}
@@ -35,6 +35,7 @@ def summary(run: Run) -> dict[str, Any]:
         "device": header.device,
         "seed": header.seed,
         "proposer": header.proposer,
+        "kind": header.kind,
         "workload": header.workload,
         "environment": run.environment.to_json() if run.environment else None,
         "baselines": {
@@ -43,8 +44,8 @@ def summary(run: Run) -> dict[str, Any]:
         },
         "absent": {n: b.absent for n, b in run.baselines.items() if n not in timed},
         "mde_us": run.effect,
-        "changes": [_change(a) for a in run.changes()],
-        "controls": [_control(a) for a in run.controls],
+        "changes": [_change(run, a) for a in run.changes()],
+        "controls": [_control(run, a) for a in run.controls],
         "median_prediction_error_us": median_error_us(run),
         "final": _final(run),
         "speedup": speedup,
@@ -61,8 +62,8 @@ def write_summary(run_dir: Path) -> Path:
     return write_text(Path(run_dir) / NAME, text)
 
 
-def _change(attempt: Attempt) -> dict[str, Any]:
-    latency = attempt.latency
+def _change(run: Run, attempt: Attempt) -> dict[str, Any]:
+    latency, pair = attempt.latency, run.pair(attempt)
     decode = latency.decode if latency else None
     prefill = latency.prefill if latency else None
     return {
@@ -74,12 +75,13 @@ def _change(attempt: Attempt) -> dict[str, Any]:
         "reason": attempt.reason,
         "predicted_us": attempt.predicted_us,
         "bound_us": attempt.bound_us,
-        "gain_us": decode.gain_us if decode else None,
-        "gain_interval_us": decode.gain_interval_us if decode else None,
+        "gain_us": pair.gain_us if pair else None,
+        "gain_interval_us": pair.gain_interval_us if pair else None,
         "decode_us": decode.candidate_us if decode else None,
         "prefill_us": prefill.candidate_us if prefill else None,
         "decode_interval_us": decode.candidate_interval_us if decode else None,
-        "mde_us": decode.mde_us if decode else None,
+        "prefill_interval_us": prefill.candidate_interval_us if prefill else None,
+        "mde_us": pair.mde_us if pair else None,
         "knobs": attempt.knobs,
         "verdict": {
             "region": attempt.region_verdict.to_json() if attempt.region_verdict else None,
@@ -89,13 +91,14 @@ def _change(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _control(attempt: Attempt) -> dict[str, Any]:
+def _control(run: Run, attempt: Attempt) -> dict[str, Any]:
+    pair = run.pair(attempt)
     return {
         "control": attempt.control,
         "refused": attempt.status is Status.REJECTED,
         "status": str(attempt.status),
         "reason": attempt.reason,
-        "gain_us": attempt.latency.decode.gain_us if attempt.latency else None,
+        "gain_us": pair.gain_us if pair else None,
     }
 
 

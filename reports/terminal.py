@@ -8,7 +8,7 @@ from rich.text import Text
 
 from harness.records import Attempt, Status
 from reports import figures, text
-from reports.render import KINDS, context
+from reports.render import context
 from reports.run import Run
 
 STYLES = {Status.KEPT: "green", Status.REJECTED: "yellow", Status.FAILED: "red"}
@@ -32,12 +32,11 @@ def print_run(run: Run | Path, console: Console | None = None) -> None:
         _print(console, line)
 
 
-def cells(attempt: Attempt) -> list[str]:
-    """One change as words, in the order of HEADINGS."""
-    latency = attempt.latency
+def cells(run: Run, attempt: Attempt) -> list[str]:
+    """One change as words, in the order of HEADINGS; what it realised is of the target."""
+    latency, gain = attempt.latency, run.pair(attempt)
     realised = decode = prefill = text.NONE
-    if latency is not None:
-        gain = latency.decode
+    if latency is not None and gain is not None:
         realised = f"{text.time(gain.gain_us, 3)} {text.interval(gain.gain_interval_us, 3)}"
         decode = text.time(latency.decode.candidate_us)
         prefill = text.time(latency.prefill.candidate_us)
@@ -46,10 +45,10 @@ def cells(attempt: Attempt) -> list[str]:
 
 
 def headline(run: Run) -> list[str]:
-    """Where and what ran, then decode and prefill before and after, beside every baseline."""
+    """Where and what ran, then the target and the other kind before, after, over each baseline."""
     facts = context(run)
     lines = [f"{facts['title']}. {facts['device']}"]
-    for kind in KINDS:
+    for kind in run.kinds:
         before, after = run.before(kind), run.after
         if before is None:
             lines.append(f"{kind}: not measured")
@@ -62,7 +61,8 @@ def headline(run: Run) -> list[str]:
         moved = text.path(start.median_us, end.median_us)
         lines.append(f"{kind}: {moved} {text.interval(end.interval_us)}; {_versus(run, kind)}")
     if (error := figures.median_error_us(run)) is not None:
-        lines.append(f"median of |predicted - realised|: {text.time(error, 3)}")
+        each = f"{text.time(error, 3)} a {run.header.kind} step"
+        lines.append(f"median of |predicted - realised|: {each}")
     refused = sum(c.status is Status.REJECTED for c in run.controls)
     if (closing := run.closing_verdict) is not None:
         said = "passed" if closing.passed else f"failed: {closing.reason}"
@@ -94,7 +94,7 @@ def _print_table(run: Run, console: Console) -> None:
     if wide:
         table.add_column(REASON, no_wrap=True, overflow="ellipsis", ratio=1)
     for attempt in run.changes():
-        words = [*cells(attempt), *([_line(attempt.reason)] if wide else [])]
+        words = [*cells(run, attempt), *([_line(attempt.reason)] if wide else [])]
         shown = [Text(_encodable(console, word)) for word in words]
         shown[0].stylize(STYLES[attempt.status])
         table.add_row(*shown)
@@ -107,7 +107,7 @@ def _print_table(run: Run, console: Console) -> None:
 
 def _print_columns(run: Run, console: Console) -> None:
     rows = [[*HEADINGS, REASON]]
-    rows += [[*cells(a), _line(a.reason)] for a in run.changes()]
+    rows += [[*cells(run, a), _line(a.reason)] for a in run.changes()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
     for row in rows:
         padded = [

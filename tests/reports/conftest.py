@@ -239,6 +239,14 @@ def cuda_run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def prefill_run(cpu_run: Path) -> Path:
+    """`cpu_run` as a run for a prefill: what is kept gains 0.9 and 1.1 ms of it."""
+    path = cpu_run / Ledger.NAME
+    path.write_text(path.read_text().replace('"decode-bs1"', '"prefill-8x2048"'))
+    return cpu_run
+
+
+@pytest.fixture
 def unfinished_run(tmp_path: Path) -> Path:
     """Killed while the third attempt was tried: two controls, nothing kept yet."""
     ledger = begin(tmp_path / "unfinished", CPU, 1000.0, 9000.0)
