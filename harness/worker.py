@@ -155,8 +155,7 @@ class Worker:
         dispatched: list[str] = []
         answer: dict[str, Any] = {"refusals": self.refusals}
         if hasattr(module, "declines"):  # it is replaced
-            declines: Any = module.declines
-            answer["declined"] = None if declines is None else declines(*args)
+            answer["declined"] = _declined(module, args)
 
         def run() -> Any:
             nonlocal dispatched
@@ -270,6 +269,13 @@ class Worker:
     def _wait(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
+
+
+def _declined(module: Any, args: tuple[Any, ...]) -> str | None:
+    """Why the replaced module leaves a call to the reference: its own guard, or its domain."""
+    found = None if module.declines is None else module.declines(*args)
+    domain = getattr(module.forward, "guard", None)
+    return domain.outside(args) if found is None and domain is not None else found
 
 
 def _copied(result: Any) -> Any:

@@ -318,7 +318,9 @@ def test_a_sandboxed_verdict_has_the_same_domain(sandbox, tmp_path):
     node = candidate.model.get_submodule(candidate.replaced[0])
     x = torch.ones(3, 4097, 64, dtype=torch.bfloat16)
     before = set(candidate.notes)
-    node(x, x)
+    candidate.calls.clear()  # of a node's first two calls a profiler always sees the second
+    for _ in range(2):
+        node(x, x)
     (said,) = set(candidate.notes) - before
     assert "the reference runs instead, outside what was tested: x has 4097 in dimension 1" in said
     assert candidate.close() == []
