@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.cases import Case, record
+from harness.judge import judge_region
 from harness.records import Verdict
+from harness.region import RegionCases
 from harness.steps import steps
 from harness.workload import Workload
 from optimized.change import Change, Contract, Implementation, apply_change, nodes, region_of, share
@@ -72,11 +74,22 @@ def changed(workload: Workload, made: Change) -> nn.Module:
     return candidate
 
 
-def judged(workload: Workload, made: Change, seed: int = 1, **options: Any) -> Verdict:
-    from harness.judge import judge_region
+prepared: dict[tuple[Any, ...], tuple[Workload, RegionCases]] = {}
 
+
+def judged(
+    workload: Workload, made: Change, seed: int = 1, *, alone: bool = False, **options: Any
+) -> Verdict:
+    """The verdict on a change. What depends on the reference and the contract alone is prepared
+    once for all tests of a process, or, for a verdict `alone`, as `judge_region` does."""
     candidate = changed(workload, made)
-    return judge_region(workload.model, candidate, made, "torch", workload, seed, **options)
+    if alone:
+        return judge_region(workload.model, candidate, made, "torch", workload, seed, **options)
+    key = id(workload), made.region, repr(made.contract), seed, repr(options)
+    if key not in prepared:
+        given = workload.model, made.region, made.contract, workload, seed
+        prepared[key] = workload, RegionCases.prepare(*given, **options)
+    return prepared[key][1].judge(candidate, "torch")
 
 
 def normed(x: Tensor, weight: Tensor, eps: float, order: Tensor | None = None) -> Tensor:

@@ -215,7 +215,7 @@ def test_until_fault_decides_as_the_full_verdict_does() -> None:
             return mutant.build(node)
 
         made = change("add_norm", build, cases.measured.contract)
-        verdict = judged(toy(), made, 1)
+        verdict = judged(toy(), made, 1, alone=True)
         assert (not verdict.passed) == (outcome.status == KILLED)
 
 
@@ -226,7 +226,8 @@ def test_many_candidates_get_the_verdict_of_one_alone() -> None:
     first = cases.judge(candidate, "torch")
     for mutant in derive_mutants(cases)[:3]:
         judge_mutant("choose", cases, candidate, mutant)
-    alone = judged(toy(), change("choose", lambda n: n.forward, cases.measured.contract), 1)
+    made = change("choose", lambda n: n.forward, cases.measured.contract)
+    alone = judged(toy(), made, 1, alone=True)
     again = cases.judge(share(cases.reference), "torch")
     assert first == again == alone
 
