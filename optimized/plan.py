@@ -11,9 +11,9 @@ domain = [{"y" = {"kind" = "tensor", "dtype" = "bfloat16", "sizes" = [[1, 128], 
 num_warps = 8
 
 `domain` is what the change was tested on (`optimized.domain`); outside it the reference runs.
+`optimized.plan_text` writes the file.
 """
 
-import json
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from optimized.catalog import load_change
 from optimized.change import Change, KnobValue, apply_change
 from optimized.domain import Domain
 from optimized.inductor import inductor_change
+from optimized.plan_text import header_text, line_text
 
 INDUCTOR = "inductor:"
 
@@ -60,16 +61,8 @@ class Plan:
             apply_enabled(model, enabled)
 
     def save(self, path: Path) -> None:
-        lines = [f"model = {json.dumps(self.model)}", f"device = {json.dumps(self.device)}"]
-        for change in self.changes:
-            lines += ["", "[[change]]", f"name = {json.dumps(change.name)}"]
-            lines.append(f"backend = {json.dumps(change.backend)}")
-            if change.domain is not None:
-                lines.append(f"domain = {_inline(change.domain.to_json())}")
-            for shape, knobs in change.knobs.items():
-                lines.append(f"[change.knobs.{json.dumps(shape)}]")
-                lines += [f"{key} = {json.dumps(value)}" for key, value in knobs.items()]
-        path.write_text("\n".join(lines) + "\n")
+        text = header_text(self.model, self.device) + "".join(map(line_text, self.changes))
+        path.write_text(text)
 
     @classmethod
     def load(cls, path: Path) -> "Plan":
@@ -85,16 +78,6 @@ class Plan:
 def _enabled(entry: dict[str, Any]) -> Enabled:
     domain = entry.get("domain")
     return Enabled(**{**entry, "domain": None if domain is None else Domain.from_json(domain)})
-
-
-def _inline(value: Any) -> str:
-    """A JSON value without nulls as TOML on one line."""
-    if isinstance(value, dict):
-        items = (f"{json.dumps(key)} = {_inline(item)}" for key, item in value.items())
-        return "{" + ", ".join(items) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_inline(item) for item in value) + "]"
-    return json.dumps(value)
 
 
 def apply_enabled(model: nn.Module, enabled: Enabled) -> list[str]:
