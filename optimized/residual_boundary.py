@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.inductor import inductor_implementation
+from optimized.norms import norm_factor, scaled_input
 from optimized.triton_support import (
     OfflineCase,
     launch,
@@ -28,6 +29,7 @@ from optimized.triton_support import (
     outside_domain,
     previous_is_done,
     row_stride,
+    sigmoid_fp32,
 )
 
 MAX_WIDTH = 16384  # a row has to fit into the registers of one thread block
@@ -88,12 +90,35 @@ def row_pieces(width: int, split: bool) -> tuple[int, int]:
 
 
 @triton.jit
-def post_norm_and_add(y, h, weight, inverse_rms, y_scale, h_scale):
-    """The new residual, rounded, as FP32: four of the five rounding points."""
-    normed = (y * inverse_rms * weight).to(tl.bfloat16).to(tl.float32)
-    from_y = (normed * y_scale).to(tl.bfloat16).to(tl.float32)
-    from_h = (h * h_scale).to(tl.bfloat16).to(tl.float32)
+def post_norm_and_add(
+    y,
+    h,
+    weight,
+    inverse_rms,
+    y_scale,
+    h_scale,
+    WEIGHTED: tl.constexpr = True,
+    GATED: tl.constexpr = False,
+):
+    """The new residual, rounded, as FP32: all rounding points before the pre-norm's. `GATED` rounds
+    the sum of the two products only."""
+    normed = y * inverse_rms
+    if WEIGHTED:
+        normed = normed * weight.to(tl.float32)
+    normed = normed.to(tl.bfloat16).to(tl.float32)
+    from_y, from_h = normed * y_scale, h * h_scale
+    if not GATED:
+        from_y = from_y.to(tl.bfloat16).to(tl.float32)
+        from_h = from_h.to(tl.bfloat16).to(tl.float32)
     return (from_y + from_h).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def gate_shares(gate, inverse_temperature, floor):
+    """(beta, alpha) of a gated residual, FP32."""
+    w = gate * inverse_temperature
+    beta = sigmoid_fp32(w)
+    return beta, tl.math.sqrt_rn(tl.maximum(sigmoid_fp32(-w) * (1.0 + beta), floor))
 
 
 @triton.jit
@@ -102,6 +127,7 @@ def residual_boundary_kernel(
     h_ptr,
     post_ptr,
     pre_ptr,
+    gate_ptr,
     h_out_ptr,
     x_out_ptr,
     y_stride,
@@ -109,23 +135,40 @@ def residual_boundary_kernel(
     count,
     y_scale,
     h_scale,
+    post_eps,
     eps,
     D: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     ROWS: tl.constexpr,
+    POST: tl.constexpr,
+    GATED: tl.constexpr,
+    CENTRED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """`POST` is "weighted", "input_scaled" or "unit". With `GATED` the two scales are the inverse
+    temperature and the floor of the gates at `gate_ptr`, FP32."""
     let_next_start(PDL)
     head = tl.arange(0, HEAD)
     in_head = head < D
-    post_head = tl.load(post_ptr + head, mask=in_head, other=0.0)
+    post_head, post_tail = 0.0, 0.0
+    if POST != "unit":
+        post_head = tl.load(post_ptr + head, mask=in_head, other=0.0)
     pre_head = tl.load(pre_ptr + head, mask=in_head, other=0.0)
+    y_share_head, h_share_head = y_scale, h_scale
+    if GATED:
+        gate = tl.load(gate_ptr + head, mask=in_head, other=0.0)
+        y_share_head, h_share_head = gate_shares(gate, y_scale, h_scale)
     if TAIL > 0:
         tail = HEAD + tl.arange(0, TAIL)
         in_tail = tail < D
-        post_tail = tl.load(post_ptr + tail, mask=in_tail, other=0.0)
+        if POST != "unit":
+            post_tail = tl.load(post_ptr + tail, mask=in_tail, other=0.0)
         pre_tail = tl.load(pre_ptr + tail, mask=in_tail, other=0.0)
+        y_share_tail, h_share_tail = y_scale, h_scale
+        if GATED:
+            gate = tl.load(gate_ptr + tail, mask=in_tail, other=0.0)
+            y_share_tail, h_share_tail = gate_shares(gate, y_scale, h_scale)
 
     previous_is_done(PDL)
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -133,26 +176,33 @@ def residual_boundary_kernel(
         y_row, h_row = y_ptr + row * y_stride, h_ptr + row * h_stride
         y_head = tl.load(y_row + head, mask=in_head, other=0.0).to(tl.float32)
         h_head = tl.load(h_row + head, mask=in_head, other=0.0).to(tl.float32)
+        if POST == "input_scaled":
+            y_head = scaled_input(y_head, post_head)
         squares = tl.sum(y_head * y_head, axis=0)
         if TAIL > 0:
             y_tail = tl.load(y_row + tail, mask=in_tail, other=0.0).to(tl.float32)
             h_tail = tl.load(h_row + tail, mask=in_tail, other=0.0).to(tl.float32)
+            if POST == "input_scaled":
+                y_tail = scaled_input(y_tail, post_tail)
             squares += tl.sum(y_tail * y_tail, axis=0)
-        inverse = tl.rsqrt(squares * (1.0 / D) + eps)
-        weight = post_head.to(tl.float32)
-        h_head = post_norm_and_add(y_head, h_head, weight, inverse, y_scale, h_scale)
+        inverse = tl.rsqrt(squares * (1.0 / D) + post_eps)
+        WEIGHTED: tl.constexpr = POST == "weighted"
+        h_head = post_norm_and_add(
+            y_head, h_head, post_head, inverse, y_share_head, h_share_head, WEIGHTED, GATED
+        )
         squares = tl.sum(h_head * h_head, axis=0)
         if TAIL > 0:
-            weight = post_tail.to(tl.float32)
-            h_tail = post_norm_and_add(y_tail, h_tail, weight, inverse, y_scale, h_scale)
+            h_tail = post_norm_and_add(
+                y_tail, h_tail, post_tail, inverse, y_share_tail, h_share_tail, WEIGHTED, GATED
+            )
             squares += tl.sum(h_tail * h_tail, axis=0)
         inverse = tl.rsqrt(squares * (1.0 / D) + eps)
         h_out, x_out = h_out_ptr + row * D, x_out_ptr + row * D
-        x_head = h_head * inverse * pre_head.to(tl.float32)
+        x_head = h_head * inverse * norm_factor(pre_head, CENTRED)
         tl.store(h_out + head, h_head.to(tl.bfloat16), mask=in_head)
         tl.store(x_out + head, x_head.to(tl.bfloat16), mask=in_head)
         if TAIL > 0:
-            x_tail = h_tail * inverse * pre_tail.to(tl.float32)
+            x_tail = h_tail * inverse * norm_factor(pre_tail, CENTRED)
             tl.store(h_out + tail, h_tail.to(tl.bfloat16), mask=in_tail)
             tl.store(x_out + tail, x_tail.to(tl.bfloat16), mask=in_tail)
 
@@ -181,53 +231,98 @@ def build(node: Any, knobs: BoundaryKnobs | None):
     """(y [..., D], h [..., D], post_weight [D], pre_weight [D]) -> (h, x [..., D]), all BF16."""
 
     def forward(y: Tensor, h: Tensor, post_weight: Tensor, pre_weight: Tensor):
-        sizes = shape(node, y, h, post_weight, pre_weight)
-        chosen = knobs or BoundaryKnobs.heuristic(sizes)
-        h_out, x_out = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for _ in "hx")
-        if y.numel() == 0:
-            return h_out, x_out
-        head, tail = row_pieces(sizes["D"], chosen.split)
-        launch(
-            residual_boundary_kernel,
-            (triton.cdiv(sizes["T"], chosen.rows),),
-            y,
-            h,
-            post_weight,
-            pre_weight,
-            h_out,
-            x_out,
-            row_stride(y),
-            row_stride(h),
-            sizes["T"],
-            node.y_scale,
-            node.h_scale,
-            node.eps,
-            D=sizes["D"],
-            HEAD=head,
-            TAIL=tail,
-            ROWS=chosen.rows,
-            num_warps=chosen.warps,
-        )
-        return h_out, x_out
+        chosen = knobs or BoundaryKnobs.heuristic(shape(node, y, h, post_weight, pre_weight))
+        scales = node.y_scale, node.h_scale
+        eps = node.eps, node.eps
+        return cross(y, h, post_weight, pre_weight, None, scales, eps, chosen)
 
     return forward
 
 
-def offline_cases() -> list[OfflineCase]:
-    """Beam's width: a decode step, and a prefill's many rows."""
-    pointers = "y_ptr", "h_ptr", "post_ptr", "pre_ptr", "h_out_ptr", "x_out_ptr"
+def cross(
+    y: Tensor,
+    h: Tensor,
+    post_weight: Tensor | None,
+    pre_weight: Tensor,
+    gate: Tensor | None,
+    scales: tuple[float, float],
+    eps: tuple[float, float],
+    knobs: BoundaryKnobs,
+    centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """y, h [..., D] BF16 -> the new h and its pre-norm x [..., D] BF16.
+
+    Without a gate [D] FP32 the post-norm is weighted and `scales` are those of y and h. With one it
+    is input-scaled, or unit without a weight, and they are the gate's inverse temperature and
+    floor. `eps` are those of post- and pre-norm.
+    """
+    h_out, x_out = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for _ in "hx")
+    if y.numel() == 0:
+        return h_out, x_out
+    width = y.shape[-1]
+    rows = y.numel() // width
+    head, tail = row_pieces(width, knobs.split)
+    launch(
+        residual_boundary_kernel,
+        (triton.cdiv(rows, knobs.rows),),
+        y,
+        h,
+        pre_weight if post_weight is None else post_weight,
+        pre_weight,
+        pre_weight if gate is None else gate,
+        h_out,
+        x_out,
+        row_stride(y),
+        row_stride(h),
+        rows,
+        *scales,
+        *eps,
+        D=width,
+        HEAD=head,
+        TAIL=tail,
+        ROWS=knobs.rows,
+        POST=post_kind(post_weight is not None, gate is not None),
+        GATED=gate is not None,
+        CENTRED=centred,
+        num_warps=knobs.warps,
+    )
+    return h_out, x_out
+
+
+def post_kind(weighted: bool, gated: bool) -> str:
+    """How the post-norm's weight enters, if it has one."""
+    if not weighted:
+        return "unit"
+    return "input_scaled" if gated else "weighted"
+
+
+def cases(
+    width: int, knobs: type[BoundaryKnobs], kinds: Sequence[tuple[str, bool, bool]]
+) -> list[OfflineCase]:
+    """A decode step and a prefill's many rows, for each kind: POST, GATED and CENTRED."""
+    pointers = "y_ptr", "h_ptr", "post_ptr", "pre_ptr", "gate_ptr", "h_out_ptr", "x_out_ptr"
     signature = dict.fromkeys(pointers, "*bf16")
     signature |= dict.fromkeys(("y_stride", "h_stride"), "i32:16")
     signature |= {"count": "i32"}
-    signature |= dict.fromkeys(("y_scale", "h_scale", "eps"), "fp32")
-    signature |= dict.fromkeys(("D", "HEAD", "TAIL", "ROWS"), "constexpr")
-    cases = []
+    signature |= dict.fromkeys(("y_scale", "h_scale", "post_eps", "eps"), "fp32")
+    constants = "D", "HEAD", "TAIL", "ROWS", "POST", "GATED", "CENTRED"
+    signature |= dict.fromkeys(constants, "constexpr")
+    found = []
     for rows in (1, 16384):
-        knobs = BoundaryKnobs.heuristic({"T": rows, "D": 5120})
-        head, tail = row_pieces(5120, knobs.split)
-        values = {"D": 5120, "HEAD": head, "TAIL": tail, "ROWS": knobs.rows}
-        cases.append(OfflineCase(residual_boundary_kernel, signature, values, knobs.warps))
-    return cases
+        chosen = knobs.heuristic({"T": rows, "D": width})
+        head, tail = row_pieces(width, chosen.split)
+        values: dict[str, Any] = {"D": width, "HEAD": head, "TAIL": tail, "ROWS": chosen.rows}
+        for post, gated, centred in kinds:
+            kind = {"POST": post, "GATED": gated, "CENTRED": centred}
+            types = signature | {"gate_ptr": "*fp32" if gated else "*bf16"}
+            case = OfflineCase(residual_boundary_kernel, types, values | kind, chosen.warps)
+            found.append(case)
+    return found
+
+
+def offline_cases() -> list[OfflineCase]:
+    """Beam's width: a decode step, and a prefill's many rows."""
+    return cases(5120, BoundaryKnobs, [("weighted", False, False)])
 
 
 CHANGE = Change(
