@@ -1,0 +1,1 @@
+"""A language model that writes changes: the connection, the tools, the conversation."""
