@@ -141,9 +141,10 @@ class Supervisor:
             change_s = 60 * self.stall_minutes
         stage_s = max(STAGE_S, STAGE_SHARE * total_s, change_s)
         idle_s = life.idle_s
-        if idle_s <= change_s or (idle_s <= stage_s and self.in_progress() is None):
+        if idle_s <= change_s:
             return None
-        return f"made no progress for {idle_s / 60:.2g} minutes"
+        limit_s = stage_s if self.in_progress() is None else change_s
+        return f"made no progress for {limit_s / 60:.2g} minutes" if idle_s > limit_s else None
 
     def end_of(self, life: Life) -> int | None:
         """The exit code of a process that came to its end; None for one that did not."""

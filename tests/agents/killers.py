@@ -5,6 +5,7 @@ the variable KILLERS names, in order. PyTorch is imported before the run's proce
 measurements are short, so that lives are short.
 """
 
+import ctypes
 import gc
 import os
 import sys
@@ -46,6 +47,10 @@ OPPORTUNITY = Opportunity(
 )
 
 
+def segfaults() -> None:
+    ctypes.string_at(0)
+
+
 def hangs() -> None:
     time.sleep(3600)
 
@@ -68,7 +73,7 @@ def slow() -> None:
 
 
 KILLERS: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (hangs, leaves, forks, breaks_the_card, slow)
+    f.__name__: f for f in (segfaults, hangs, leaves, forks, breaks_the_card, slow)
 }
 
 

@@ -19,7 +19,7 @@ from reports.run import Run
 from tests.agents import acts, killers
 
 ROOT = Path(__file__).parents[2]
-BUDGET = ("--budget-minutes", "10", "--stall-minutes", "0.1")
+BUDGET = ("--budget-minutes", "10")
 # What the keep rule says of a change that is slower: how sure it is depends on the machine.
 MEASURED = "decode got slower by ", "decode gained no more than noise: "
 
@@ -102,17 +102,21 @@ def last_event(directory: Path, kind: str) -> bool:
 @pytest.mark.slow
 def test_whatever_ends_the_process_while_a_change_is_timed_the_run_goes_on(tmp_path: Path) -> None:
     directory = killers.begun(tmp_path / "run").directory
-    order = ("hangs", "breaks_the_card", "slow", "forks", "leaves")
+    order = ("hangs", "segfaults", "slow", "breaks_the_card", "forks", "leaves")
     done = subprocess.run(
-        command(directory), env=environment(*order), capture_output=True, text=True
+        command(directory, "--stall-minutes", "0.1"),
+        env=environment(*order),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     found = attempts(directory)
     assert tuple(found) == order  # each tried once
-    assert [a.index for a in found.values()] == [3, 4, 5, 6, 7]
+    assert [a.index for a in found.values()] == [3, 4, 5, 6, 7, 8]
     crowded = found["forks"].reason
     says = {
         "hangs": "the run's process made no progress for 0.1 minutes, at: timing",
+        "segfaults": "the run's process was killed by SIGSEGV, at: timing",
         "breaks_the_card": "RuntimeError: CUDA error: an illegal memory access was encountered",
         "leaves": "SystemExit: 0",
         "forks": crowded,
@@ -124,9 +128,9 @@ def test_whatever_ends_the_process_while_a_change_is_timed_the_run_goes_on(tmp_p
     assert found["slow"].status is Status.REJECTED
     assert found["slow"].reason.startswith(MEASURED)
     died = [e.data for e in Ledger.open(directory).events() if e.kind == "died"]
-    assert [d["name"] for d in died] == ["hangs", "breaks_the_card", "forks"]
+    assert [d["name"] for d in died] == ["hangs", "segfaults", "breaks_the_card", "forks"]
     assert {d["stage"] for d in died} == {"timing"}
-    assert kinds(directory)[-1] == "stopped" and kinds(directory).count("resumed") == 4
+    assert kinds(directory)[-1] == "stopped" and kinds(directory).count("resumed") == 5
     assert (directory / "report.html").is_file()
 
 
@@ -250,7 +254,7 @@ def test_a_stopped_run_stops_its_process_and_goes_on_with_it(play, tmp_path: Pat
 
 
 CHANGE_FILE = """
-import ctypes, gc, os, socket, time, torch
+import gc, os, socket, time, torch
 from optimized.change import Change, Contract, Implementation
 
 def build(node, knobs):
@@ -276,7 +280,6 @@ BODIES = {
     "is_slow": "gc.isenabled() or time.sleep(0.001)",
     "writes_outside": "gc.isenabled() or open({outside!r}, 'w')",
     "opens_socket": "gc.isenabled() or socket.socket()",
-    "segfaults_when_timed": "gc.isenabled() or ctypes.string_at(0)",
 }
 SANDBOX = "--require-sandbox"
 
@@ -304,13 +307,11 @@ def test_change_files_are_tried_in_order_after_a_sandboxed_verdict(tmp_path, out
     found = attempts(directory)
     copies = [str(directory / "changes" / file.name) for file in files]
     assert list(found) == copies
-    at_once, slow, writes, opens, timed = found.values()
+    at_once, slow, writes, opens = found.values()
     assert at_once.status is Status.REJECTED
     assert "ended with exit status 7 before it answered" in at_once.reason
     assert (slow.region, slow.backend) == ("scaled_norm", "torch")
     assert slow.status is Status.REJECTED and slow.reason.startswith(MEASURED)
-    assert timed.status is Status.FAILED
-    assert timed.reason == "the run's process was killed by SIGSEGV, at: timing"
     events = list(Ledger.open(directory).events())
     assert [e.data["files"] for e in events if e.kind == "given"] == [copies]
     proposed = [e.data["proposals"] for e in events if e.kind == "proposals"]
