@@ -301,7 +301,8 @@ class Session:
                 final |= {"pairs": pairs.to_json(), "audit": audit.to_json()}
                 if audit.reason is not None:
                     self.progress.done(f"the result's audit failed: {audit.reason}", "red")
-            self.ledger.append("final", {**final, "other_targets": self.time_other_targets()})
+            final |= {"other_targets": self.time_other_targets(), "floors_us": self.floors_us()}
+            self.ledger.append("final", final)
 
     def judge_result(self) -> None:
         """Judge the model with everything that was kept against the reference, layer by layer."""

@@ -87,9 +87,11 @@ def _draw(axes, path: list[Step], baselines: list[tuple[str, float]]) -> None:
     for at, (step, level) in enumerate(zip(path, level_us, strict=True)):
         _mark(axes, at, step, level, scale)
     # Inside the frame's edges, so that they never cover an axis label.
+    tried_us = path[-1].tried_us
+    below = 1 if path[-1].level is None and tried_us and tried_us < level_us[-1] else -1
     for at, level, side, above in (
         (-0.5, level_us[0], "left", 1),
-        (last, level_us[-1], "right", -1),
+        (last, level_us[-1], "right", below),  # away from what was refused last
     ):
         axes.annotate(
             text.number(level / scale),

@@ -1,16 +1,37 @@
 """report.html: the run on one self-contained page that reads on a phone, in the dark, on paper."""
 
-from reports import drift
+from reports import drift, fit, headline, numerics
 from reports.chart import step_chart
+from reports.figures import budget_lines
 from reports.render import context, environment
 from reports.run import Run
 
 NAME = "report.html"
+BESIDE = "ledger.jsonl", "summary.json", "report.md", "plan.toml"
 
 
 def page(run: Run) -> str:
     """The page as HTML; it loads nothing, so it can be mailed or kept beside the ledger."""
     template = environment(autoescape=True).get_template("report.html.j2")
     charts = {kind: step_chart(run, kind) for kind in run.kinds}
-    drifted = drift.chart(run.closing_verdict)
-    return template.render(context(run), charts=charts, drift_chart=drifted)
+    lines = headline.headlines(run)
+    return template.render(
+        context(run),
+        charts=charts,
+        drift_chart=drift.chart(run.closing_verdict),
+        headlines=[(line, headline.bar(line)) for line in lines],
+        ulp_picture=numerics.histograms(run),
+        ulp_counts=numerics.counts,
+        ulp_bins=" / ".join(numerics.BINS),
+        fit_picture=fit.fit(run),
+        budget_picture=fit.budget(budget_lines(run)),
+        part_colour=fit.part_colour,
+        files=files(run),
+    )
+
+
+def files(run: Run) -> list[str]:
+    """What lies beside the ledger for a closer look, as paths from the run's directory."""
+    found = [name for name in BESIDE if (run.directory / name).is_file()]
+    traces = sorted((run.directory / "traces").glob("*.json.gz"))
+    return found + [path.relative_to(run.directory).as_posix() for path in traces]

@@ -58,6 +58,7 @@ class Kernels:
     profiled_step_us: float | None
     attributed_share: float | None  # share of device time with a module and a source line
     budget: StepBudget | None = None  # where the step's time goes; older ledgers lack it
+    compulsory_bytes: int | None = None  # what any implementation of the step must read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,7 @@ class Run:
     baseline_history: list[Baseline] = field(default_factory=list)
     anchors: list[Measured] = field(default_factory=list)
     effect: dict[str, float] = field(default_factory=dict)  # "decode_us", "prefill_us"
+    floors: dict[str, float | None] = field(default_factory=dict)  # us by kind; None: not known
     kernels: dict[str, Kernels] = field(default_factory=dict)  # "before", "after"
     layers: dict[str, tuple[LayerMap, ...]] = field(default_factory=dict)  # "before", "after"
     rankings: list[tuple[Proposal, ...]] = field(default_factory=list)
@@ -235,6 +237,7 @@ def _kernels(run: Run, data: dict[str, Any]) -> None:
         profiled_step_us=data.get("profiled_step_us"),
         attributed_share=data.get("attributed_share"),
         budget=StepBudget.from_json(data["budget"]) if data.get("budget") else None,
+        compulsory_bytes=data.get("compulsory_bytes"),
     )
 
 
@@ -278,6 +281,7 @@ def _model_verdict(run: Run, data: dict[str, Any]) -> None:
 
 def _final(run: Run, data: dict[str, Any]) -> None:
     run.final = _timed(data)
+    run.floors = data.get("floors_us") or {}
 
 
 def _timed(data: dict[str, Any], name: str = "") -> Measured:

@@ -58,7 +58,7 @@ def test_the_table_in_markdown(cpu_run: Path) -> None:
 
 def test_the_page_has_the_chart_too(cpu_run: Path) -> None:
     shown = page(closed(cpu_run, "mlp.gate is not called by itself"))
-    section = shown.partition("Drift of the result")[2].partition("<h2>Controls")[0]
+    section = shown.partition("Drift of the result")[2].partition("<h2>What was kept")[0]
     assert section.count("<tr>") == 1 + len(ROWS)
     assert "<svg" in section and "relative error" in section and "var(--kept)" in section
     assert "Routes were not forced: mlp.gate is not called by itself." in section

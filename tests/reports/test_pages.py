@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 from reports.chart import step_chart
+from reports.fit import fit
+from reports.headline import floor_us, headlines
 from reports.markdown import markdown
+from reports.numerics import histograms, judged, pooled, share
 from reports.page import page
 from reports.run import Run
 from reports.write import write_reports
+from tests.reports.conftest import ulp
+from tests.reports.test_pictures import EVIDENCE
 
 
 class Words(HTMLParser):
@@ -89,10 +94,63 @@ def test_every_outcome_has_its_reason(report: Callable[[Run], str], cpu_run: Pat
         "refused",
         "slowed",
         "refused",
-        "Predicted against realised",
-        "20.0 µs",
-        "Kernels of one layer of each kind",
     )
+    assert in_order(text, "Predicted against realised", "20.0 µs")
+    assert "Kernels of one layer of each kind" in text
+
+
+def test_reasons_are_one_click_away_from_the_table(cpu_run: Path) -> None:
+    html = page(Run.load(cpu_run))
+    table = html[html.index("<h2>Changes</h2>") :]
+    table = table[: table.index("</table>")]
+    clicks = re.findall(r"<summary>([^<]*)</summary><p>([^<]*)</p>", table)
+    assert [words for words, _ in clicks] == [
+        f"inductor, {why}" for why in ("why", "why not", "why not", "why not", "why")
+    ]
+    assert clicks[3][1] == "CompileError: no kernel for sort"
+    assert table.count('href="#change-5"') == 2
+
+
+def test_headline_says_what_is_left_to_the_floor(cuda_run: Path) -> None:
+    path = cuda_run / "ledger.jsonl"
+    floor = '"other_targets": {', '"floors_us": {"decode": 1576.0, "prefill": null}, '
+    path.write_text(path.read_text().replace(floor[0], floor[1] + floor[0]))
+    run = Run.load(cuda_run)
+    decode, prefill = headlines(run)
+    assert (decode.floor_us, decode.above_floor) == (1576.0, 10.0)
+    assert (prefill.floor_us, prefill.above_floor) == (None, None)
+    text = html_text(run)
+    assert in_order(text, "1.02×", "floor 1.58 ms", "Takes 10.0 times its floor", "Prefill")
+    assert text.count("times its floor") == 1
+
+
+def test_an_older_ledger_has_the_floor_of_its_bytes() -> None:
+    run = Run.load(EVIDENCE)
+    assert floor_us(run, "decode") == pytest.approx(5754371712 / 4420e3, rel=1e-3)
+    assert floor_us(run, "prefill") is None
+
+
+def test_ulp_histograms_pool_the_outputs(cpu_run: Path) -> None:
+    run = Run.load(cpu_run)
+    assert [a.index for a in judged(run)] == [3, 4, 5, 7]
+    counts = pooled((ulp("q", 0.25), ulp("k", 0.5)))
+    assert counts == {"0": 81920, "1": 49152, "2": 0, "3-4": 0, "5-8": 0, ">8": 0}
+    drawn = re.findall(r"<text[^>]*>([^<]*)</text>", histograms(run) or "")
+    assert "5. qk_norm_rope (refused by its numerics)" in drawn
+    assert {"16.00%", "84.00%", "equal", "&gt;8 ULP"} <= set(drawn)
+    assert (share(1.0), share(1 - 1e-7), share(2.8e-6)) == ("100.00%", ">99.99%", "2.8e-6")
+
+
+def test_predictions_are_drawn_to_one_scale(cpu_run: Path) -> None:
+    svg = fit(Run.load(cpu_run)) or ""
+    hollow = [float(x) for x in re.findall(r'cx="([\d.]+)"[^>]*fill="var\(--paper\)"', svg)]
+    filled = [float(x) for x in re.findall(r'cx="([\d.]+)"[^>]*fill="var\(--(?:kept|re)', svg)]
+    predicted, realised = [130.0, 55.0, 99.0], [150.0, -74.0, 90.0]
+    scale = (hollow[0] - hollow[1]) / 75.0
+    assert scale > 1
+    for xs, values in ((hollow, predicted), (filled, realised)):
+        zeros = [x - us * scale for x, us in zip(xs, values, strict=True)]
+        assert max(zeros) - min(zeros) < 0.1
 
 
 def test_rejected_as_slower_shows_all_its_figures(cpu_run: Path) -> None:
@@ -132,8 +190,10 @@ def test_reasons_are_escaped(cpu_run: Path) -> None:
 def test_page_loads_nothing(cuda_run: Path) -> None:
     html = page(Run.load(cuda_run))
     read = Words(html)
-    assert read.resources and all(r.startswith("#") for r in read.resources)
-    assert {r[1:] for r in read.resources} <= set(read.ids)
+    assert "ledger.jsonl" in read.resources  # a link, beside the page
+    inside = {r for r in read.resources if r != "ledger.jsonl"}
+    assert inside and {r[1:] for r in inside} <= set(read.ids)
+    assert all(r.startswith("#") for r in inside)
     assert len(read.ids) == len(set(read.ids))
     assert not re.search(r"https?:|@import|url\((?!#)", html)
     assert not {"link", "script", "img", "iframe"} & set(read.tags)

@@ -1,0 +1,88 @@
+"""The first thing a reader sees: before and after, how much faster, what is left to the floor."""
+
+from dataclasses import dataclass
+
+from harness.records import Baseline, Timing
+from reports import text
+from reports.figures import Ratio, baseline_rows
+from reports.run import Run
+from reports.svg import Canvas, text_width
+
+WIDTH, BAR = 440, 14
+SMALL = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """One kind of step; what was not measured is None."""
+
+    kind: str
+    before: Baseline | None  # run as the candidates are
+    start: Timing | None
+    end: Timing | None
+    faster: Ratio | None  # the end over the start
+    compiled: Ratio | None  # the end over torch.compile
+    floor_us: float | None  # what its bytes and operations take at the measured ceilings
+
+    @property
+    def above_floor(self) -> float | None:
+        """How many times its floor the step takes."""
+        timed = self.end or self.start
+        return timed.median_us / self.floor_us if timed and self.floor_us else None
+
+
+def headlines(run: Run) -> list[Headline]:
+    """The target, then the other kind."""
+    rows = {row.baseline.name: row for row in baseline_rows(run)}
+    found = []
+    for kind in run.kinds:
+        before = run.before(kind)
+        compiled = rows.get("compile")
+        found.append(
+            Headline(
+                kind=kind,
+                before=before,
+                start=getattr(before, kind) if before else None,
+                end=getattr(run.after, kind) if run.after else None,
+                faster=getattr(rows[before.name], kind) if before else None,
+                compiled=getattr(compiled, kind) if compiled else None,
+                floor_us=floor_us(run, kind),
+            )
+        )
+    return found
+
+
+def floor_us(run: Run, kind: str) -> float | None:
+    """The floor that the ledger holds; in older ones, for a decode that was traced on a GPU, what
+    the bytes that any implementation must read take at the measured bandwidth."""
+    if kind in run.floors:
+        return run.floors[kind]
+    traced = run.kernels.get("after") or run.kernels.get("before")
+    if kind != run.header.kind or kind != "decode" or run.header.device != "cuda":
+        return None
+    if traced is None or traced.compulsory_bytes is None or run.ceilings is None:
+        return None
+    return traced.compulsory_bytes / run.ceilings.read_gb_per_s / 1e3
+
+
+def bar(line: Headline) -> str | None:
+    """Before, after and the floor to one scale, as an <svg> element; None with nothing to set
+    against each other."""
+    if line.start is None or (line.end is None and line.floor_us is None):
+        return None
+    end = line.end or line.start
+    scale = WIDTH / max(line.start.median_us, end.median_us)
+    canvas = Canvas(WIDTH, f"{line.kind}: before, after and the floor")
+    canvas.box(0, 0, line.start.median_us * scale, BAR, "rule")
+    faster = end.median_us < line.start.median_us
+    if line.end is not None:
+        canvas.box(0, 0, end.median_us * scale, BAR, "kept" if faster else "rejected")
+    if line.floor_us is None:
+        return canvas.svg(BAR, standalone=False)
+    x = line.floor_us * scale
+    canvas.line([(x, -3), (x, BAR + 5)], "ink", 2.0)
+    words = f"floor {text.time(line.floor_us, 3)}"
+    right = x + text_width(words, SMALL) > WIDTH
+    at, anchor = (x, "end") if right else (x - 1, "start")
+    canvas.text(at, BAR + 18, words, size=SMALL, colour="muted", anchor=anchor)
+    return canvas.svg(BAR + 22, standalone=False)
