@@ -35,6 +35,8 @@ class Prepared:
     initial: dict[str, Tensor]
     golden: dict[str, Tensor] | None = None
     flips: list[Flip] | None = None
+    moved: dict[str, Tensor] = field(default_factory=dict)  # how often noise changed each element
+    draws: int = 0  # in so many replays
 
     @property
     def where(self) -> str:
@@ -146,9 +148,12 @@ class Examination:
             case = prepared.case
             perturbed = replay(reference, case.args, plan, prepared.first, case.kwargs)
             deviations.add(prepared.first, perturbed)
+            prepared.draws += 1
             for name, tensor in perturbed.results.items():
                 if is_real(tensor.dtype) and self.numerics(name) != "exact":
                     tally, mask = self.tally(name), prepared.masks.get(name)
+                    apart = (tensor != prepared.contract.results[name]).to(torch.uint8)
+                    prepared.moved[name] = prepared.moved.get(name, 0) + apart
                     tally.add_noise(
                         prepared.where,
                         tensor,
@@ -287,6 +292,8 @@ class Examination:
             prepared.contract.results,
             self._results(prepared, seen),
             prepared.masks,
+            prepared.moved,
+            prepared.draws,
         )
 
     def _plain_noise(

@@ -162,7 +162,10 @@ def golden_limit(tally: Tally, allowed: int) -> float:
 
 
 def point_report(evidence: Evidence, rate: float) -> PointReport:
-    """The record of one interior point; `rate` is the chance that noise changes an element."""
+    """The record of one interior point; `rate` is the chance that noise changes an element. Where
+    those that show the rounding are clearly noisier, theirs counts: a rounding far below the noise
+    shows in elements next to a boundary, which noise takes to either side, many at once."""
+    rate = max(rate, visible_rate(evidence, rate))
     weight = math.log((1.0 - rate) / rate)
     ratio = (evidence.equals_declared - evidence.equals_flipped) * weight
     if evidence.declared == "added":
@@ -183,6 +186,16 @@ def point_report(evidence: Evidence, rate: float) -> PointReport:
         visible_share=evidence.visible / evidence.elements if evidence.elements else 0.0,
         log_likelihood_ratio=ratio,
     )
+
+
+def visible_rate(evidence: Evidence, rate: float) -> float:
+    """How often noise changed an element that shows the rounding, at most one half; 0 where that
+    may be `rate`, as for all elements."""
+    if not evidence.drawn:
+        return 0.0
+    still = evidence.drawn - evidence.moved
+    lowest = 1.0 - bounds.upper_rate(still, evidence.drawn)
+    return min(0.5, evidence.moved / evidence.drawn) if lowest > rate else 0.0
 
 
 def _added_ratio(evidence: Evidence) -> float:

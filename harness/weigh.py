@@ -22,6 +22,8 @@ class Evidence:
     equals_flipped: int = 0
     differs_flipped: int = 0  # of all elements
     noise: int = 0  # elements that noise changes where the rounding is not added
+    drawn: int = 0  # visible elements of all noise replays
+    moved: int = 0  # those of them that noise changed
 
 
 @dataclass
@@ -40,9 +42,12 @@ def weigh(
     ours: dict[str, Tensor],
     mine: dict[str, Tensor],
     masks: dict[str, Tensor],
+    moved: dict[str, Tensor] | None = None,
+    draws: int = 0,
 ) -> None:
     """Add to `points` what the candidate's results `mine` show in one case, against the contract's
-    replay `ours` and each of `flips`; of a result in `masks`, those elements count alone.
+    replay `ours` and each of `flips`; of a result in `masks`, those elements count alone. `moved`
+    says in how many of `draws` noise replays an element changed.
 
     All counts of a case are read at once, since on a card each reading waits.
     """
@@ -57,14 +62,26 @@ def weigh(
         found.noise += flip.noise
         found.elements += elements
         for n in real:
-            counts.append(_counts(ours[n], flip.results[n], counted.get(n), differing.get(n)))
+            seen = _counts(ours[n], flip.results[n], counted.get(n), differing.get(n))
+            noisy = _moved(ours[n], flip.results[n], counted.get(n), (moved or {}).get(n))
+            counts.append(torch.cat((seen, noisy)))
             evidence.append(found)
     numbers = torch.stack(counts).tolist() if counts else []
-    for found, (visible, declared, flipped, apart) in zip(evidence, numbers, strict=True):
+    for found, (visible, declared, flipped, apart, noisy) in zip(evidence, numbers, strict=True):
         found.visible += visible
         found.equals_declared += declared
         found.equals_flipped += flipped
         found.differs_flipped += apart
+        found.drawn += draws * visible
+        found.moved += noisy
+
+
+def _moved(ours: Tensor, other: Tensor, mask: Tensor | None, moved: Tensor | None) -> Tensor:
+    """How often noise changed the elements in which two replays differ, int64 [1]."""
+    if moved is None:
+        return torch.zeros(1, dtype=torch.int64, device=ours.device)
+    visible = ours != other if mask is None else (ours != other) & mask
+    return (moved * visible).sum(dtype=torch.int64)[None]
 
 
 def _counts(ours: Tensor, other: Tensor, mask: Tensor | None, mine: Tensor | None) -> Tensor:
