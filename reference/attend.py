@@ -53,7 +53,8 @@ class Attend(nn.Module):
 class PrefillAttend(nn.Module):
     """The same function by PyTorch's kernel, for long prefills, where mask None means causal.
 
-    It adds a rounding that `Attend` lacks: probabilities to BF16, before their product with v.
+    It adds a rounding that `Attend` lacks: probabilities to BF16, before their product with v. A
+    query that sees nothing gets zeros: PyTorch's kernels differ there.
     """
 
     region = "prefill_attend"
@@ -68,4 +69,6 @@ class PrefillAttend(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         k, v = (y.repeat_interleave(share, dim=1) for y in (k, v))
         a = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.scale)
+        if mask is not None:
+            a = a.masked_fill(~mask.any(dim=-1)[:, None, :, None], 0.0)
         return a.transpose(1, 2)
