@@ -1,7 +1,7 @@
 """The routed SwiGLU experts of many tokens: two grouped matrix products over sorted pairs.
 
     gate, up = R(W_gate x), R(W_up x)      of each pair's token and expert
-    hidden   = R(silu(gate) * up)
+    hidden   = R(silu(gate) * up), or R(R(silu(gate)) * up)
     y        = R(W_down hidden)            [P, D], in the sorted order
 
 R rounds to BF16; sums are FP32, on tensor cores. N tokens, K experts a token, P = N K pairs, E
@@ -122,8 +122,11 @@ def _power(width: int) -> int:
     return max(MIN_COLUMNS, triton.next_power_of_2(width))
 
 
-def up_product(node: Any, x: Tensor, order: SortedPairs, knobs: GroupedKnobs) -> Tensor:
-    """x [N, D] BF16 with contiguous rows -> every pair's hidden values [P, F] BF16, sorted."""
+def up_product(
+    node: Any, x: Tensor, order: SortedPairs, knobs: GroupedKnobs, rounded: bool = False
+) -> Tensor:
+    """x [N, D] BF16 with contiguous rows -> every pair's hidden values [P, F] BF16, sorted; silu is
+    `rounded` before its product, or not."""
     width, inner = node.down_proj.shape[1:]
     hidden = torch.empty((len(order.tokens), inner), dtype=x.dtype, device=x.device)
     launch(
@@ -143,6 +146,7 @@ def up_product(node: Any, x: Tensor, order: SortedPairs, knobs: GroupedKnobs) ->
         BLOCK=knobs.up_block,
         STAGES=knobs.up_stages,
         SPAN=knobs.up_span,
+        ROUNDED=rounded,
         num_warps=knobs.up_warps,
     )
     return hidden
@@ -173,7 +177,7 @@ def down_product(node: Any, hidden: Tensor, order: SortedPairs, knobs: GroupedKn
 
 
 def grouped_experts(
-    node: Any, x: Tensor, experts: Tensor, knobs: GroupedKnobs | None
+    node: Any, x: Tensor, experts: Tensor, knobs: GroupedKnobs | None, rounded: bool = False
 ) -> tuple[Tensor, SortedPairs]:
     """x [N, D] BF16 with contiguous rows, experts [N, K] int64 -> every pair's output [P, D] BF16
     in the sorted order, and that order. P may not be 0."""
@@ -181,22 +185,27 @@ def grouped_experts(
     sizes = {"P": experts.numel(), "E": count, "D": width, "F": inner}
     chosen = knobs or GroupedKnobs.heuristic(sizes)
     order = sort_pairs(experts, count, chosen.row_tile)
-    return down_product(node, up_product(node, x, order, chosen), order, chosen), order
+    hidden = up_product(node, x, order, chosen, rounded)
+    return down_product(node, hidden, order, chosen), order
 
 
 def offline_cases() -> list[OfflineCase]:
-    """A TP8 rank of Beam: a prefill of 16384 tokens, a decode of 128."""
+    """A prefill of 16384 tokens and a decode of 128, on one of eight tensor-parallel ranks: experts
+    5120 wide, and 4096 wide with silu rounded."""
     pointers = {f"{name}_ptr": "*bf16" for name in ("x", "weight", "hidden", "y")}
     pointers |= {f"{name}_ptr": "*i32" for name in ("tokens", "tiles", "used")}
     cases = []
-    for pairs in (131072, 1024):
-        knobs = GroupedKnobs.heuristic({"P": pairs, "E": 256, "D": 5120, "F": 320})
-        for kernel, part in ((grouped_up_kernel, "up"), (grouped_down_kernel, "down")):
-            values = {"D": 5120, "F": 320, "ROWS": knobs.row_tile}
-            for name in ("columns", "block", "stages", "span"):
-                values[name.upper()] = getattr(knobs, f"{part}_{name}")
-            kinds = {**pointers, "x_stride": "i32:16", **dict.fromkeys(values, "constexpr")}
-            signature = {name: kinds[name] for name in kernel.arg_names if name != "PDL"}
-            warps = getattr(knobs, f"{part}_warps")
-            cases.append(OfflineCase(kernel, signature, values, warps))
+    for width, inner, rounded in ((5120, 320, False), (4096, 512, True)):
+        for pairs in (131072, 1024):
+            knobs = GroupedKnobs.heuristic({"P": pairs, "E": 256, "D": width, "F": inner})
+            for kernel, part in ((grouped_up_kernel, "up"), (grouped_down_kernel, "down")):
+                values = {"D": width, "F": inner, "ROWS": knobs.row_tile}
+                for name in ("columns", "block", "stages", "span"):
+                    values[name.upper()] = getattr(knobs, f"{part}_{name}")
+                if part == "up":
+                    values["ROUNDED"] = rounded
+                kinds = {**pointers, "x_stride": "i32:16", **dict.fromkeys(values, "constexpr")}
+                signature = {name: kinds[name] for name in kernel.arg_names if name != "PDL"}
+                warps = getattr(knobs, f"{part}_warps")
+                cases.append(OfflineCase(kernel, signature, values, warps))
     return cases

@@ -22,10 +22,11 @@ def grouped_up_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     SPAN: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """hidden [P, F] = R(silu(R(x W_gate^T)) * R(x W_up^T)) of sorted rows of x; a program makes
-    `SPAN` tiles of columns one after the other."""
+    """hidden [P, F] = R(silu(R(x W_gate^T)) * R(x W_up^T)) of sorted rows of x, silu rounded too if
+    `ROUNDED`; a program makes `SPAN` tiles of columns one after the other."""
     begin(PDL)
     PARTS: tl.constexpr = (F + COLUMNS * SPAN - 1) // (COLUMNS * SPAN)
     REST: tl.constexpr = F - (PARTS - 1) * COLUMNS
@@ -41,17 +42,17 @@ def grouped_up_kernel(
         if (ROWS > 16) & (end - first <= ROWS // 2):
             _up_tiles(
                 x_ptr, tokens_ptr, weight, hidden_ptr, x_stride, first, end, column,
-                D, F, ROWS // 2 if ROWS > 16 else ROWS, COLUMNS, BLOCK, STAGES, SPAN,
+                D, F, ROWS // 2 if ROWS > 16 else ROWS, COLUMNS, BLOCK, STAGES, SPAN, ROUNDED,
             )  # fmt: skip
         elif NARROW & (part == PARTS - 1):
             _up_tiles(
                 x_ptr, tokens_ptr, weight, hidden_ptr, x_stride, first, end, column,
-                D, F, ROWS, COLUMNS // 2 if NARROW else COLUMNS, BLOCK, STAGES, SPAN,
+                D, F, ROWS, COLUMNS // 2 if NARROW else COLUMNS, BLOCK, STAGES, SPAN, ROUNDED,
             )  # fmt: skip
         else:
             _up_tiles(
                 x_ptr, tokens_ptr, weight, hidden_ptr, x_stride, first, end, column,
-                D, F, ROWS, COLUMNS, BLOCK, STAGES, SPAN,
+                D, F, ROWS, COLUMNS, BLOCK, STAGES, SPAN, ROUNDED,
             )  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def _up_tiles(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     SPAN: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     row = first + tl.arange(0, ROWS)
     # Rows beyond the end are computed on real values and not stored, so no load needs a mask.
@@ -98,10 +100,10 @@ def _up_tiles(
         total = dot_fp32(x, weight, total)
         if SPAN > 1:
             if step % STEPS == STEPS - 1:
-                _store_hidden(hidden_ptr, row, end, column, total, F, ROWS, COLUMNS)
+                _store_hidden(hidden_ptr, row, end, column, total, F, ROWS, COLUMNS, ROUNDED)
                 total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
     if SPAN == 1:
-        _store_hidden(hidden_ptr, row, end, first_column, total, F, ROWS, COLUMNS)
+        _store_hidden(hidden_ptr, row, end, first_column, total, F, ROWS, COLUMNS, ROUNDED)
 
 
 @triton.jit
@@ -114,11 +116,15 @@ def _store_hidden(
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     """Gate and up alternate in the columns of `total`, so both are in the same thread."""
     gate, up = total.reshape(ROWS, COLUMNS, 2).split()
     gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
-    hidden = (silu_fp32(gate) * up).to(tl.bfloat16)
+    opened = silu_fp32(gate)
+    if ROUNDED:
+        opened = opened.to(tl.bfloat16).to(tl.float32)
+    hidden = (opened * up).to(tl.bfloat16)
     column = first_column + tl.arange(0, COLUMNS)
     stored = (row < end)[:, None] & (column < F)[None, :]
     tl.store(hidden_ptr + row.to(tl.int64)[:, None] * F + column[None, :], hidden, mask=stored)
