@@ -14,12 +14,12 @@ def page(run: Run) -> str:
     """The page as HTML; it loads nothing, so it can be mailed or kept beside the ledger."""
     template = environment(autoescape=True).get_template("report.html.j2")
     charts = {kind: step_chart(run, kind) for kind in run.kinds}
-    lines = headline.headlines(run)
+    shown = context(run)
     return template.render(
-        context(run),
+        shown,
         charts=charts,
         drift_chart=drift.chart(run.closing_verdict),
-        headlines=[(line, headline.bar(line)) for line in lines],
+        bars={kind: headline.bar(line) for kind, line in shown["headlines"].items()},
         ulp_picture=numerics.histograms(run),
         ulp_counts=numerics.counts,
         ulp_bins=" / ".join(numerics.BINS),

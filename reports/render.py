@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from harness.confined import describe as describe_own
 from harness.protections import describe
 from harness.records import Status, Timing
-from reports import drift, figures, layer, text
+from reports import drift, figures, headline, layer, text
 from reports.run import Run
 
 SECTIONS = (
@@ -87,6 +87,7 @@ def context(run: Run) -> dict[str, Any]:
         "kind": header.kind,
         "workload": {k: header.workload.get(k, "").removeprefix(f"{k} ") for k in run.kinds},
         "titles": figures.BASELINE_TITLES,
+        "headlines": {line.kind: line for line in headline.headlines(run)},
         "sections": SECTIONS,
         "baselines": figures.baseline_rows(run),
         "predictions": figures.predictions(run),

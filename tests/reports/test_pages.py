@@ -122,6 +122,7 @@ def test_headline_says_what_is_left_to_the_floor(cuda_run: Path) -> None:
     text = html_text(run)
     assert in_order(text, "1.02×", "floor 1.58 ms", "Takes 10.0 times its floor", "Prefill")
     assert text.count("times its floor") == 1
+    assert markdown(run).count("; 10.0 times its floor of 1.58 ms") == 1
 
 
 def test_an_older_ledger_has_the_floor_of_its_bytes() -> None:

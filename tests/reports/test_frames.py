@@ -1,0 +1,86 @@
+"""A run as DataFrames: the columns that are promised, their types, and the ledger's figures."""
+
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from harness.errors import UserError
+from reports import frames as module
+from reports.frames import frames
+from reports.run import Run
+from tests.layout import ROOT
+from tests.reports.test_pictures import EVIDENCE
+
+TABLES = {
+    "changes": module.CHANGES,
+    "attempts": module.ATTEMPTS,
+    "kernels": module.KERNELS,
+    "latency": module.LATENCY,
+}
+
+
+@pytest.mark.parametrize("fixture", ["cpu_run", "unfinished_run"])
+def test_columns_and_types_are_those_promised(fixture: str, request: pytest.FixtureRequest) -> None:
+    tables = frames(request.getfixturevalue(fixture))
+    for name, columns in TABLES.items():
+        table = getattr(tables, name)
+        assert {c: str(t) for c, t in table.dtypes.items()} == columns
+
+
+def test_changes_have_their_figures_and_what_is_missing_is_na(cpu_run: Path) -> None:
+    changes = frames(str(cpu_run)).changes.set_index("name")
+    assert list(changes["status"]) == ["kept", "rejected", "rejected", "failed", "kept"]
+    kept, failed = changes.loc["residual_boundary"], changes.loc["inductor:router"]
+    assert (kept["gain_us"], kept["gain_low_us"], kept["mde_us"]) == (150.0, 142.0, 12.5)
+    assert (kept["decode_us"], kept["prefill_us"], kept["index"]) == (850.0, 8100.0, 3)
+    assert failed["predicted_us"] == 20.0 and failed["gain_us"] is pd.NA
+    assert changes["gain_us"].isna().sum() == 2
+
+
+def test_gains_are_of_the_target(prefill_run: Path) -> None:
+    tables = frames(prefill_run)
+    assert list(tables.changes["gain_us"].dropna()) == [900.0, 0.0, 1100.0]
+    attempts = tables.attempts.set_index("index")
+    assert attempts.loc[3, "decode_gain_us"] == 150.0
+    assert attempts.loc[3, "prefill_gain_us"] == 900.0
+
+
+def test_attempts_hold_controls_and_verdicts(cpu_run: Path) -> None:
+    attempts = frames(cpu_run).attempts.set_index("index")
+    assert list(attempts["control"].dropna()) == ["identity", "slowed"]
+    wrong = attempts.loc[5]
+    assert not wrong["region_passed"] and wrong["model_passed"] is pd.NA
+    assert wrong["differing_share"] == pytest.approx(0.32)
+    assert attempts.loc[3, "decode_pairs"] == 40
+
+
+def test_kernels_and_latency_of_the_evidence() -> None:
+    run = Run.load(EVIDENCE)
+    tables = frames(run)
+    by_side = tables.kernels.groupby("when")["time_us"].sum()
+    for when, kernels in run.kernels.items():
+        assert by_side[when] == pytest.approx(sum(row.time_us for row in kernels.rows))
+    share = tables.kernels["read_share"].dropna()
+    assert len(share) and (share > 0).all()
+    latency = tables.latency
+    assert latency[latency["of"] == "final"].set_index("kind").loc["decode", "median_us"] == (
+        pytest.approx(6111.072063446045)
+    )
+    assert list(latency[latency["of"] == "baseline"]["what"].unique()) == [
+        "eager", "graph", "compile",
+    ]  # fmt: skip
+    assert (latency["low_us"] <= latency["median_us"]).all()
+
+
+def test_every_column_is_documented() -> None:
+    words = (ROOT / "reports" / "README.md").read_text()
+    section = words[words.index("## pandas") :]
+    documented = set(re.findall(r"`([a-z_]+)`", section))
+    assert {c for columns in TABLES.values() for c in columns} <= documented
+
+
+def test_no_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a run"):
+        frames(tmp_path)
