@@ -65,15 +65,22 @@ def output_gate_kernel(
     W: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """`VECTOR` consecutive elements are of one row and lie side by side, as the compiler cannot
+    know of a width that is no power of two."""
     begin(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = index < elements
+    valid = tl.max_constancy(index < elements, [VECTOR])
     row, column = (index // W).to(tl.int64), index % W
-    a = tl.load(a_ptr + row * a_stride + column, mask=valid, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_stride + column, mask=valid, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + column // HEAD_DIM, mask=valid, other=0.0).to(tl.float32)
+    a_at, gate_at = row * a_stride + column, row * gate_stride + column
+    a_at = tl.max_contiguous(tl.multiple_of(a_at, [VECTOR]), [VECTOR])
+    gate_at = tl.max_contiguous(tl.multiple_of(gate_at, [VECTOR]), [VECTOR])
+    a = tl.load(a_ptr + a_at, mask=valid, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + gate_at, mask=valid, other=0.0).to(tl.float32)
+    head = tl.max_constancy(column // HEAD_DIM, [VECTOR])
+    bias = tl.load(bias_ptr + head, mask=valid, other=0.0).to(tl.float32)
     biased = (gate + bias).to(tl.bfloat16).to(tl.float32)
     open_share = sigmoid_fp32(biased).to(tl.bfloat16).to(tl.float32)
     tl.store(out_ptr + index, (a * open_share).to(tl.bfloat16), mask=valid)
@@ -123,6 +130,7 @@ def build(node: nn.Module, knobs: GateKnobs | None):
             W=sizes["W"],
             HEAD_DIM=a.shape[-1],
             BLOCK=chosen.block,
+            VECTOR=8 if aligned(a, gate) else 1,
             num_warps=chosen.warps,
         )
         return out
@@ -130,17 +138,24 @@ def build(node: nn.Module, knobs: GateKnobs | None):
     return forward
 
 
+def aligned(a: Tensor, gate: Tensor) -> bool:
+    """Whether groups of 8 elements, counted across tokens, are 16 aligned bytes of one head."""
+    return a.shape[-1] % 8 == 0 and all(
+        (row_stride(x, inner=2) or 0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (a, gate)
+    )
+
+
 def offline_cases() -> list[OfflineCase]:
     """Beam on one of eight tensor-parallel ranks (6 heads of 128): a decode step and a prefill."""
     signature = {
         **dict.fromkeys(("a_ptr", "gate_ptr", "bias_ptr", "out_ptr"), "*bf16"),
         **dict.fromkeys(("a_stride", "gate_stride", "elements"), "i32:16"),
-        **dict.fromkeys(("W", "HEAD_DIM", "BLOCK"), "constexpr"),
+        **dict.fromkeys(("W", "HEAD_DIM", "BLOCK", "VECTOR"), "constexpr"),
     }
     cases = []
     for rows in (1, 16384):
         knobs = GateKnobs.heuristic({"N": rows, "W": 768})
-        values = {"W": 768, "HEAD_DIM": 128, "BLOCK": knobs.block}
+        values = {"W": 768, "HEAD_DIM": 128, "BLOCK": knobs.block, "VECTOR": 8}
         cases.append(OfflineCase(output_gate_kernel, signature, values, knobs.warps))
     return cases
 
