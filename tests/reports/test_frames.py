@@ -30,9 +30,10 @@ def test_columns_and_types_are_those_promised(fixture: str, request: pytest.Fixt
 
 
 def test_changes_have_their_figures_and_what_is_missing_is_na(cpu_run: Path) -> None:
-    changes = frames(str(cpu_run)).changes.set_index("name")
+    changes = frames(str(cpu_run)).changes
     assert list(changes["status"]) == ["kept", "rejected", "rejected", "failed", "kept"]
-    kept, failed = changes.loc["residual_boundary"], changes.loc["inductor:router"]
+    rows = changes.set_index("name").to_dict("index")
+    kept, failed = rows["residual_boundary"], rows["inductor:router"]
     assert (kept["gain_us"], kept["gain_low_us"], kept["mde_us"]) == (150.0, 142.0, 12.5)
     assert (kept["decode_us"], kept["prefill_us"], kept["index"]) == (850.0, 8100.0, 3)
     assert failed["predicted_us"] == 20.0 and failed["gain_us"] is pd.NA
@@ -42,18 +43,18 @@ def test_changes_have_their_figures_and_what_is_missing_is_na(cpu_run: Path) -> 
 def test_gains_are_of_the_target(prefill_run: Path) -> None:
     tables = frames(prefill_run)
     assert list(tables.changes["gain_us"].dropna()) == [900.0, 0.0, 1100.0]
-    attempts = tables.attempts.set_index("index")
-    assert attempts.loc[3, "decode_gain_us"] == 150.0
-    assert attempts.loc[3, "prefill_gain_us"] == 900.0
+    kept = tables.attempts.set_index("index").to_dict("index")[3]
+    assert (kept["decode_gain_us"], kept["prefill_gain_us"]) == (150.0, 900.0)
 
 
 def test_attempts_hold_controls_and_verdicts(cpu_run: Path) -> None:
-    attempts = frames(cpu_run).attempts.set_index("index")
+    attempts = frames(cpu_run).attempts
     assert list(attempts["control"].dropna()) == ["identity", "slowed"]
-    wrong = attempts.loc[5]
+    rows = attempts.set_index("index").to_dict("index")
+    wrong = rows[5]
     assert not wrong["region_passed"] and wrong["model_passed"] is pd.NA
     assert wrong["differing_share"] == pytest.approx(0.32)
-    assert attempts.loc[3, "decode_pairs"] == 40
+    assert rows[3]["decode_pairs"] == 40
 
 
 def test_kernels_and_latency_of_the_evidence() -> None:
@@ -62,16 +63,13 @@ def test_kernels_and_latency_of_the_evidence() -> None:
     by_side = tables.kernels.groupby("when")["time_us"].sum()
     for when, kernels in run.kernels.items():
         assert by_side[when] == pytest.approx(sum(row.time_us for row in kernels.rows))
-    share = tables.kernels["read_share"].dropna()
-    assert len(share) and (share > 0).all()
-    latency = tables.latency
-    assert latency[latency["of"] == "final"].set_index("kind").loc["decode", "median_us"] == (
-        pytest.approx(6111.072063446045)
-    )
-    assert list(latency[latency["of"] == "baseline"]["what"].unique()) == [
-        "eager", "graph", "compile",
-    ]  # fmt: skip
-    assert (latency["low_us"] <= latency["median_us"]).all()
+    shares = list(tables.kernels["read_share"].dropna())
+    assert len(shares) > 100 and min(shares) > 0
+    rows = tables.latency.to_dict("records")
+    decode = {row["what"]: row for row in rows if row["kind"] == "decode" and row["of"] != "kept"}
+    assert decode["result"]["median_us"] == pytest.approx(6111.072063446045)
+    assert {"eager", "graph", "compile", "reference"} <= set(decode)
+    assert all(row["low_us"] <= row["median_us"] <= row["high_us"] for row in rows)
 
 
 def test_every_column_is_documented() -> None:
