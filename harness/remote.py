@@ -76,8 +76,14 @@ class Candidate:
         if change is not None:
             try:
                 contract = Contract(**told["contract"])
-                names = {key: str(told[key]) for key in ("name", "region", "summary")}
-                self.change = Change(**names, contract=contract, implementations=())
+                self.change = Change(
+                    name=str(told["name"]),
+                    region=str(told["region"]),
+                    summary=str(told["summary"]),
+                    contract=contract,
+                    implementations=(),
+                    around=bool(told["around"]),
+                )
                 self.backend = str(told["backend"])
                 self.replaced = [str(name) for name in told["replaced"]]
             except FOREIGN as error:

@@ -128,6 +128,7 @@ class Worker:
             "summary": found.summary,
             "backend": backend,
             "contract": contract,
+            "around": found.around,
             "replaced": replaced,
         }
 
