@@ -1,17 +1,14 @@
 """The router: FP32 logits, then grouped top-k and its weights; two kernels for a few tokens.
 
-    s       = sigmoid(float(x) W^T)                    FP32 throughout, no TF32
-    groups  = the best G' of G by the sum of each group's two best s + b
+    s       = sigmoid(float(x) W^T * c)                FP32 throughout, no TF32
+    groups  = the best G' of G by the sum of each group's two best s + b, if G > 1
     experts = the best K of their experts by s + b, in order
-    weights = s of those / (their sum + 1e-20)
+    weights = s of those / (their sum + a floor)
 
 Ties go to the lower index, of groups and of experts. N tokens, D hidden, E experts in G groups of
 M = E / G. There is no BF16 rounding point. Moves 4 E D bytes of weights, 5.2 MB or 1.2 us at an
 H200's 4.33 TB/s (2026-11-29) for 256 x 5120. Many tokens have their logits made on tensor cores
-(`router_matmul`).
-
-The choice is one warp's serial work, so it runs on integer keys in the floats' order: their
-warp-wide maximum is one instruction on NVIDIA since sm_80, where a float's takes ten.
+(`router_matmul`); the choice is a kernel of its own (`router_choose`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.router_choose import Rule, choose
 from optimized.router_matmul import MatmulKnobs, router_logits
 from optimized.triton_support import (
     OfflineCase,
@@ -33,13 +31,11 @@ from optimized.triton_support import (
     prefetch,
     prefetch_chunks,
     previous_is_done,
-    sigmoid_fp32,
 )
 
 MAX_TOKENS = 16  # of the logits' kernel here; beyond, a matrix product shares the weights
 MAX_EXPERTS = 1024  # one warp holds a token's scores
 MAX_UNROLL = 20  # steps of the unrolled loop
-LOWEST = tl.constexpr(-(2**31))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,75 +116,6 @@ def router_logits_kernel(
     tl.store(out, logits, mask=(token < count)[:, None] & (row < E)[None, :])
 
 
-@triton.jit
-def _scores(logits_ptr, index, split_stride, SPLITS: tl.constexpr):
-    """sigmoid of the logits at `index`, their splits summed in order."""
-    logits = tl.load(logits_ptr + index)
-    for split in tl.static_range(1, SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
-        logits += tl.load(logits_ptr + split * split_stride + index)
-    return sigmoid_fp32(logits)
-
-
-@triton.jit
-def router_choose_kernel(
-    logits_ptr,
-    bias_ptr,
-    weights_ptr,
-    experts_ptr,
-    count,
-    E: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    token = tl.program_id(0)
-    logits_row = logits_ptr + token * E
-    MEMBERS: tl.constexpr = E // GROUPS
-    group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)[None, :]
-    expert = group[:, None] * MEMBERS + member
-    bias = tl.load(bias_ptr + expert)
-    previous_is_done(PDL)
-
-    # The two best of each group, and the groups that fewer than TOP_GROUPS others beat.
-    scores = _scores(logits_row, expert, count * E, SPLITS)
-    biased = scores + bias
-    best = tl.max(biased, axis=1)
-    place = tl.min(tl.where(biased == best[:, None], member, MEMBERS), axis=1)
-    second = tl.max(tl.where(member == place[:, None], float("-inf"), biased), axis=1)
-    score = best + second
-    mine, other = score[:, None], score[None, :]
-    earlier = group[None, :] < group[:, None]
-    beaten = (other > mine) | ((other == mine) & earlier)
-    rank = tl.sum(beaten.to(tl.int32), axis=1)
-    is_open = (rank < TOP_GROUPS)[:, None]
-
-    # Their best experts, one after the other, on integers in the order of the biased scores.
-    bits = (biased + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0.0 and 0.0 are a tie
-    key = tl.where(is_open, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
-    key = tl.reshape(key, [E])
-    scores = tl.reshape(scores, [E]).to(tl.int32, bitcast=True)
-    expert = tl.arange(0, E)
-    slot = tl.arange(0, SLOTS)
-    chosen = tl.zeros([SLOTS], tl.int32)
-    weight = tl.zeros([SLOTS], tl.int32)
-    for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
-        index = tl.min(tl.where(key == tl.max(key, axis=0), expert, E - 1), axis=0)
-        taken = expert == index
-        chosen = tl.where(slot == k, index, chosen)
-        weight = tl.where(slot == k, tl.max(tl.where(taken, scores, LOWEST), axis=0), weight)
-        key = tl.where(taken, LOWEST, key)
-
-    used = slot < TOP_K
-    weight = weight.to(tl.float32, bitcast=True)
-    weight = tl.math.div_rn(weight, tl.sum(weight, axis=0) + 1e-20)
-    tl.store(weights_ptr + token * TOP_K + slot, weight, mask=used)
-    tl.store(experts_ptr + token * TOP_K + slot, chosen.to(tl.int64), mask=used)
-
-
 def shape(node: Any, x: Tensor) -> dict[str, int]:
     """N tokens, D hidden and E experts of a call."""
     return {"N": x.shape[0], "D": x.shape[1], "E": len(node.weight)}
@@ -205,14 +132,14 @@ def guard(node: Any, x: Tensor) -> str | None:
 
 def outside_router(node: Any, width: int) -> str | None:
     """Why the kernels cannot serve this router for inputs of `width`, or None."""
-    count = len(node.weight)
+    count, rule = len(node.weight), Rule.of(node)
     if node.weight.shape[1] != width:
         return f"x is {width} wide, the weight {tuple(node.weight.shape)}; they do not fit"
-    powers = all(n > 0 and n & (n - 1) == 0 for n in (count, node.groups))
-    if not powers or count > MAX_EXPERTS or node.groups > 32 or count < 2 * node.groups:
-        return f"{count} experts in {node.groups} groups; the kernels take powers of two"
-    if node.top_k > node.top_groups * (count // node.groups):
-        return f"top {node.top_k} of {node.top_groups} groups of {count // node.groups}"
+    powers = all(n > 0 and n & (n - 1) == 0 for n in (count, rule.groups))
+    if not powers or count > MAX_EXPERTS or rule.groups > 32 or count < 2 * rule.groups:
+        return f"{count} experts in {rule.groups} groups; the kernels take powers of two"
+    if node.top_k > rule.top_groups * (count // rule.groups):
+        return f"top {node.top_k} of {rule.top_groups} groups of {count // rule.groups}"
     bias = node.e_score_correction_bias
     if node.weight.dtype != torch.float32 or bias.dtype != torch.float32:
         return f"weight is {node.weight.dtype}, bias {bias.dtype}; the kernels take torch.float32"
@@ -273,50 +200,20 @@ def build(node: Any, knobs: RouterKnobs | MatmulKnobs | None):
     return forward
 
 
-def choose(node: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [splits, N, E] FP32, to be summed over the splits -> (weights [N, K] FP32, experts
-    [N, K] int64) of the router `node`."""
-    splits, tokens, count = logits.shape
-    weights = torch.empty((tokens, node.top_k), device=logits.device)
-    experts = torch.empty((tokens, node.top_k), dtype=torch.int64, device=logits.device)
-    if tokens == 0:
-        return weights, experts
-    launch(
-        router_choose_kernel,
-        (tokens,),
-        logits,
-        node.e_score_correction_bias,
-        weights,
-        experts,
-        tokens,
-        E=count,
-        GROUPS=node.groups,
-        TOP_GROUPS=node.top_groups,
-        TOP_K=node.top_k,
-        SLOTS=triton.next_power_of_2(node.top_k),
-        SPLITS=splits,
-        num_warps=1,
-    )
-    return weights, experts
-
-
 def offline_cases() -> list[OfflineCase]:
-    """Beam's 256 experts: one token, and eight."""
+    """256 experts, of inputs 5120 and 8192 wide: one token, and eight."""
     pointers = {"x_ptr": "*bf16", "weight_ptr": "*fp32", "logits_ptr": "*fp32"}
     sizes = ("D", "E", "SPAN", "TOKENS", "ROWS", "BLOCK", "CHUNKS")
     signature = {**pointers, "x_stride": "i32:16", "count": "i32"}
     signature |= dict.fromkeys(sizes, "constexpr")
     cases = []
-    for tokens in (1, 8):
-        knobs = RouterKnobs.heuristic({"N": tokens, "D": 5120})
-        values = {"D": 5120, "E": 256, "SPAN": 5120}
-        values |= {"TOKENS": knobs.tokens, "ROWS": knobs.rows, "BLOCK": knobs.block}
-        values |= {"CHUNKS": prefetch_chunks(knobs.rows * 5120 * 4)}
-        cases.append(OfflineCase(router_logits_kernel, signature, values, knobs.warps))
-    signature = dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*fp32")
-    values = {"E": 256, "GROUPS": 8, "TOP_GROUPS": 4, "TOP_K": 8, "SLOTS": 8, "SPLITS": 1}
-    signature |= {"experts_ptr": "*i64", "count": "i32", **dict.fromkeys(values, "constexpr")}
-    cases.append(OfflineCase(router_choose_kernel, signature, values, 1))
+    for width in (5120, 8192):
+        for tokens in (1, 8):
+            knobs = RouterKnobs.heuristic({"N": tokens, "D": width})
+            values = {"D": width, "E": 256, "SPAN": width}
+            values |= {"TOKENS": knobs.tokens, "ROWS": knobs.rows, "BLOCK": knobs.block}
+            values |= {"CHUNKS": prefetch_chunks(knobs.rows * width * 4)}
+            cases.append(OfflineCase(router_logits_kernel, signature, values, knobs.warps))
     return cases
 
 

@@ -20,6 +20,7 @@ class Router(nn.Module):
     """
 
     region = "router"
+    floor = 1e-20  # of the sum that weights are divided by
 
     def __init__(self, config: BeamConfig) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Router(nn.Module):
         order = allowed.sort(dim=-1, descending=True, stable=True).indices
         experts = order[:, : self.top_k]
         weights = scores.gather(-1, experts)
-        return weights / (weights.sum(dim=-1, keepdim=True) + 1e-20), experts
+        return weights / (weights.sum(dim=-1, keepdim=True) + self.floor), experts
 
 
 class Experts(RoutedExperts):

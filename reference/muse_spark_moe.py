@@ -22,6 +22,7 @@ class Router(nn.Module):
     """
 
     region = "biased_router"
+    floor = 1e-15  # of the sum that weights are divided by
 
     def __init__(self, config: MuseSparkConfig) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Router(nn.Module):
     def weigh(self, scores: Tensor, experts: Tensor) -> Tensor:
         """scores [N, E], unbiased; the weights of the chosen `experts` [N, K], normalised."""
         weights = scores.gather(-1, experts)
-        return weights / (weights.sum(dim=-1, keepdim=True) + 1e-15)
+        return weights / (weights.sum(dim=-1, keepdim=True) + self.floor)
 
 
 class Pooler(nn.Module):
