@@ -27,7 +27,8 @@ RAGGED = 7  # tokens of a short, odd-sized call
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One call of one node. `typical` cases also measure noise and distance from FP64; in `telling`
-    ones roundings are told apart that hardly show elsewhere."""
+    ones roundings are told apart that hardly show elsewhere. `tied` names vectors of the node whose
+    values repeat while the call lasts (`harness.ties`)."""
 
     name: str
     node: str
@@ -35,6 +36,7 @@ class Case:
     kwargs: dict[str, Any] = field(default_factory=dict)
     typical: bool = True
     telling: bool = False
+    tied: tuple[str, ...] = ()
 
     def clones(self, fixed: set[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fresh copies of the arguments, save parameters (storage in `fixed`)."""

@@ -38,6 +38,7 @@ from harness.routes import Deviations, routing
 from harness.spent import spent
 from harness.steps import steps
 from harness.tables import tables, vary
+from harness.ties import exact_ties, shared, tied
 from harness.workload import Workload, free_bytes
 from optimized.change import Contract, nodes
 
@@ -199,9 +200,12 @@ class RegionCases:
         flips = 0
         for case in cases:
             runs = self.runs if case.typical else EDGE_RUNS
+            # Of exact ties alone, for there is no noise in them.
+            margins = Deviations() if case.tied else ready.deviations
             try:
-                prepared = exam.prepare(node, case)
-                exam.measure_noise(node, prepared, runs, ready.deviations)
+                with tied(node, case):
+                    prepared = exam.prepare(node, case)
+                    exam.measure_noise(node, prepared, runs, margins)
             except torch.OutOfMemoryError:
                 exam.notes.append(f"{name}, {case.name}: too large to replay")
                 continue
@@ -217,6 +221,8 @@ class RegionCases:
     def _complete(self, node: NodeCases) -> None:
         """The replays that one candidate would have made for itself, while memory allows."""
         for prepared, weighed in zip(node.prepared, node.weighed, strict=True):
+            if prepared.case.tied:
+                continue  # replays need the tied values
             results = [t for t in prepared.contract.results.values() if is_real(t.dtype)]
             replays = 1 + weighed * len(self.measured.roundings(prepared))
             size = replays * sum(t.numel() * GOLDEN_BYTES for t in results)
@@ -242,15 +248,19 @@ class RegionCases:
             order.sort(key=lambda pair: -self.kills[pair[0].where])
         for ready, weighed in order:
             routes.where = ready.where
+            if not shared(node.node, mine, ready.case):
+                exam.notes.append(f"{ready.where}: the candidate has other vectors")
+                continue
+            margins = Deviations(where=ready.where) if ready.case.tied else routes
             try:
-                with spent("region: the candidate"):
-                    seen = exam.judge(node.node, mine, ready, routes)
+                with spent("region: the candidate"), tied(node.node, ready.case):
+                    seen = exam.judge(node.node, mine, ready, margins)
                 if seen is not None and watch is not None:
                     watch(ready, seen)
                 if seen is None or exam.decided:
                     self.kills[ready.where] += 1
                     break  # more cases would say the same
-                if weighed:
+                if weighed and not ready.case.tied:
                     with spent("region: telling roundings apart"):
                         exam.weigh_points(node.node, ready, seen)
             except torch.OutOfMemoryError:
@@ -282,8 +292,11 @@ class RegionCases:
             integers = [t for t in results if not t.is_floating_point() and t.ndim > 1]
             return integers[0] if integers else None
 
-        ties = near_ties(calls[0], chosen, choose)
-        return found if ties is None else [*found, ties]
+        ties = (
+            near_ties(calls[0], chosen, choose),
+            exact_ties(ours, calls[0], chosen, first.choices),
+        )
+        return found + [case for case in ties if case is not None]
 
 
 def case_limit(workload: Workload) -> int:
