@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from harness.errors import UserError
@@ -34,10 +33,10 @@ def test_changes_have_their_figures_and_what_is_missing_is_na(cpu_run: Path) -> 
     assert list(changes["status"]) == ["kept", "rejected", "rejected", "failed", "kept"]
     rows = changes.set_index("name").to_dict("index")
     kept, failed = rows["residual_boundary"], rows["inductor:router"]
-    assert (kept["gain_us"], kept["gain_low_us"], kept["mde_us"]) == (150.0, 142.0, 12.5)
+    assert [kept[n] for n in ("gain_us", "gain_low_us", "mde_us")] == [150.0, 142.0, 12.5]
     assert (kept["decode_us"], kept["prefill_us"], kept["index"]) == (850.0, 8100.0, 3)
-    assert failed["predicted_us"] == 20.0 and failed["gain_us"] is pd.NA
-    assert changes["gain_us"].isna().sum() == 2
+    assert failed["predicted_us"] == 20.0 and failed["gain_us"] is None
+    assert list(changes["gain_us"].isna()) == [False, False, True, True, False]
 
 
 def test_gains_are_of_the_target(prefill_run: Path) -> None:
@@ -52,7 +51,7 @@ def test_attempts_hold_controls_and_verdicts(cpu_run: Path) -> None:
     assert list(attempts["control"].dropna()) == ["identity", "slowed"]
     rows = attempts.set_index("index").to_dict("index")
     wrong = rows[5]
-    assert not wrong["region_passed"] and wrong["model_passed"] is pd.NA
+    assert wrong["region_passed"] is False and wrong["model_passed"] is None
     assert wrong["differing_share"] == pytest.approx(0.32)
     assert rows[3]["decode_pairs"] == 40
 
@@ -60,11 +59,11 @@ def test_attempts_hold_controls_and_verdicts(cpu_run: Path) -> None:
 def test_kernels_and_latency_of_the_evidence() -> None:
     run = Run.load(EVIDENCE)
     tables = frames(run)
-    by_side = tables.kernels.groupby("when")["time_us"].sum()
+    by_side = tables.kernels.groupby("when")["time_us"].sum().to_dict()
     for when, kernels in run.kernels.items():
-        assert by_side[when] == pytest.approx(sum(row.time_us for row in kernels.rows))
+        assert float(by_side[when]) == pytest.approx(sum(row.time_us for row in kernels.rows))
     shares = list(tables.kernels["read_share"].dropna())
-    assert len(shares) > 100 and min(shares) > 0
+    assert len(shares) == 87 and min(shares) > 0
     rows = tables.latency.to_dict("records")
     decode = {row["what"]: row for row in rows if row["kind"] == "decode" and row["of"] != "kept"}
     assert decode["result"]["median_us"] == pytest.approx(6111.072063446045)
