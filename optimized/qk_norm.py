@@ -1,4 +1,4 @@
-"""What the kernels that prepare queries and keys share: per-head RMSNorm, the cache write, layout.
+"""The kernel that prepares queries and keys: per-head RMSNorm, q's factor, RoPE, the cache write.
 
 A program serves some heads of one row (token). A head is held as two halves of P = d / 2 columns,
 which RoPE combines. All arithmetic is FP32; each step rounds to BF16 where the reference does.
@@ -6,7 +6,7 @@ which RoPE combines. All arithmetic is FP32; each step rounds to BF16 where the 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.change import KnobValue
-from optimized.triton_support import OfflineCase, outside_domain, row_stride
+from optimized.triton_support import OfflineCase, begin, launch, outside_domain, row_stride
 
 MAX_ROWS = 16384  # tested up to here
 FEW_ROWS = 256  # fewer programs than fill an H200: latency counts
@@ -46,16 +46,47 @@ class QKKnobs:
 
 
 @triton.jit
-def normed_heads(row_ptr, weight_ptr, heads, columns, mask, eps, P: tl.constexpr):
-    """R(rms_norm(x) * w) of `heads` [HEADS, 1] of one row, as FP32 halves [HEADS, P]."""
+def normed_heads(
+    row_ptr,
+    weight_ptr,
+    heads,
+    columns,
+    mask,
+    eps,
+    P: tl.constexpr,
+    WEIGHTED: tl.constexpr = True,
+):
+    """R(rms_norm(x) * w) of `heads` [HEADS, 1] of one row, as FP32 halves [HEADS, P]; w is one
+    where nothing is `WEIGHTED`."""
     offsets = heads * (2 * P) + columns
     a = tl.load(row_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(row_ptr + offsets + P, mask=mask, other=0.0).to(tl.float32)
     squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
     inverse = tl.rsqrt(squares * (0.5 / P) + eps)[:, None]
-    a = a * inverse * tl.load(weight_ptr + columns).to(tl.float32)
-    b = b * inverse * tl.load(weight_ptr + P + columns).to(tl.float32)
-    return a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)
+    a, b = a * inverse, b * inverse
+    if WEIGHTED:
+        a = a * tl.load(weight_ptr + columns).to(tl.float32)
+        b = b * tl.load(weight_ptr + P + columns).to(tl.float32)
+    return _rounded(a), _rounded(b)
+
+
+@triton.jit
+def _rounded(x):
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def turned(a, b, cos, sin, ROTATION: tl.constexpr):
+    """RoPE of halves: "once" is rounded by whoever stores it, "stepped" rounds products and sums,
+    "none" leaves them."""
+    if ROTATION == "once":
+        return a * cos - b * sin, b * cos + a * sin
+    elif ROTATION == "stepped":
+        first = _rounded(a * cos) - _rounded(b * sin)
+        second = _rounded(b * cos) + _rounded(a * sin)
+        return _rounded(first), _rounded(second)
+    else:
+        return a, b
 
 
 @triton.jit
@@ -75,6 +106,80 @@ def copy_heads(from_ptr, to_ptr, heads, columns, mask, head_stride, P: tl.conste
     tl.store(target + P, tl.load(source + P, mask=mask), mask=mask)
 
 
+@triton.jit
+def qk_norm_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_weight,
+    k_weight,
+    factors_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_cache,
+    v_cache,
+    slots,
+    q_out,
+    k_out,
+    q_stride,
+    k_stride,
+    v_stride,
+    k_batch,
+    k_slot,
+    k_head,
+    v_batch,
+    v_slot,
+    v_head,
+    steps,
+    eps,
+    factor,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    P: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROTATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Norms, q times its factor, RoPE, and the cache write. `SCALED` is "row" where each row has a
+    factor, "all" where `factor` is that of all, or "none"."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    columns = tl.arange(0, P)[None, :]
+    cos, sin = 0.0, 0.0
+    if ROTATION != "none":
+        cos = tl.load(cos_ptr + row * P + columns).to(tl.float32)
+        sin = tl.load(sin_ptr + row * P + columns).to(tl.float32)
+    query_groups: tl.constexpr = (H + HEADS - 1) // HEADS
+    if group < query_groups:
+        heads = group * HEADS + tl.arange(0, HEADS)[:, None]
+        mask = (heads < H) & (columns < P)
+        if SCALED == "row":
+            factor = tl.load(factors_ptr + row)
+        q_row = q_ptr + row * q_stride
+        a, b = normed_heads(q_row, q_weight, heads, columns, mask, eps, P, WEIGHTED)
+        if SCALED != "none":
+            a, b = _rounded(a * factor), _rounded(b * factor)
+        a, b = turned(a, b, cos, sin, ROTATION)
+        store_heads(q_out + row * (H * 2 * P), a, b, heads, columns, mask, 2 * P, P)
+    else:
+        kv_heads = (group - query_groups) * KV_HEADS + tl.arange(0, KV_HEADS)[:, None]
+        kv_mask = (kv_heads < HKV) & (columns < P)
+        batch, slot = row // steps, tl.load(slots + row)
+        k_row_in = k_ptr + row * k_stride
+        k_a, k_b = normed_heads(k_row_in, k_weight, kv_heads, columns, kv_mask, eps, P, WEIGHTED)
+        k_a, k_b = turned(k_a, k_b, cos, sin, ROTATION)
+        k_target = k_out + row * (HKV * 2 * P)
+        store_heads(k_target, k_a, k_b, kv_heads, columns, kv_mask, 2 * P, P)
+        k_row = k_cache + batch * k_batch + slot * k_slot
+        store_heads(k_row, k_a, k_b, kv_heads, columns, kv_mask, k_head, P)
+        v_row = v_cache + batch * v_batch + slot * v_slot
+        copy_heads(v_ptr + row * v_stride, v_row, kv_heads, columns, kv_mask, v_head, P)
+
+
 def sizes(node: Any, q: Tensor, k: Tensor, *rest: Any) -> dict[str, int]:
     """T rows of the step, H query and Hkv KV heads, d head dimension."""
     batch, steps, heads, dim = q.shape
@@ -85,16 +190,14 @@ def outside_layout(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    tables: Mapping[str, tuple[Tensor, tuple[int, ...]]],
+    tables: Mapping[str, tuple[Tensor, tuple[int, ...], torch.dtype]],
 ) -> str | None:
-    """Why these arguments are outside what the kernels are tested for, or None.
+    """Why these arguments are outside what the kernel is tested for, or None.
 
-    `tables` are FP32 inputs by name, each with the shape that it must have.
+    `tables` are other inputs by name, each with the shape and dtype that it must have.
     """
     batch, steps, heads, dim = q.shape
     if dim < 16 or dim & (dim - 1):
@@ -103,9 +206,6 @@ def outside_layout(
         return f"q has {batch * steps} rows, the kernel takes up to {MAX_ROWS}"
     if k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != dim:
         return f"shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} do not fit together"
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight.shape != (dim,) or not weight.is_contiguous():
-            return f"{name} has shape {tuple(weight.shape)}, the kernel takes ({dim},)"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if row_stride(x, inner=2) is None:
             return f"{name} has strides {x.stride()}, the kernel takes evenly spaced rows"
@@ -114,18 +214,73 @@ def outside_layout(
             return f"{name} has shape {tuple(cache.shape)} and strides {cache.stride()}"
     if slots.shape != (batch, steps) or slots.dtype != torch.int64 or not slots.is_contiguous():
         return f"slots is {slots.dtype} {tuple(slots.shape)}, the kernel takes int64 [B, T]"
-    for name, (table, expected) in tables.items():
-        if table.shape != expected or table.dtype != torch.float32 or not table.is_contiguous():
-            return f"{name} is {table.dtype} {tuple(table.shape)}, the kernel takes fp32 {expected}"
-    return outside_domain(
-        q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, k_cache=k_cache, v_cache=v_cache
+    for name, (table, expected, dtype) in tables.items():
+        if table.shape != expected or table.dtype != dtype or not table.is_contiguous():
+            given = f"{table.dtype} {tuple(table.shape)}"
+            return f"{name} is {given}, the kernel takes contiguous {dtype} {expected}"
+    return outside_domain(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+
+
+class Extras(NamedTuple):
+    """What distinguishes one preparation from another; what is None is left out. At most one of the
+    factors of q is given. Tables in FP32 turn in one step, in BF16 with every step rounded."""
+
+    weights: tuple[Tensor, Tensor] | None = None  # q's and k's, [d] BF16
+    factors: Tensor | None = None  # [B, T] FP32
+    factor: float | None = None
+    tables: tuple[Tensor, Tensor] | None = None  # cos and sin, [B, T, d / 2]
+
+
+def prepare_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    eps: float,
+    knobs: QKKnobs | None,
+    extras: Extras,
+) -> tuple[Tensor, Tensor]:
+    """(q [B, T, H, d], k, v [B, T, Hkv, d], caches [B, S + 1, Hkv, d], slots [B, T]) -> (q, k),
+    contiguous; writes k and v to the caches."""
+    chosen = knobs or QKKnobs.heuristic(sizes(None, q, k))
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    if q.numel() == 0:
+        return q_out, k_out
+    grid, arguments = launch_sizes(q, k, v, k_cache, v_cache, chosen)
+    scaled = "all" if extras.factor is not None else "row" if extras.factors is not None else "none"
+    rotation = "none"
+    if extras.tables is not None:
+        rotation = "once" if extras.tables[0].dtype == torch.float32 else "stepped"
+    launch(
+        qk_norm_kernel,
+        grid,
+        q,
+        k,
+        v,
+        *(extras.weights or (q, k)),
+        q if extras.factors is None else extras.factors,
+        *(extras.tables or (q, k)),
+        k_cache,
+        v_cache,
+        slots,
+        q_out,
+        k_out,
+        eps=eps,
+        factor=1.0 if extras.factor is None else extras.factor,
+        WEIGHTED=extras.weights is not None,
+        SCALED=scaled,
+        ROTATION=rotation,
+        **arguments,
     )
+    return q_out, k_out
 
 
 def launch_sizes(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, knobs: QKKnobs
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and the sizes and launch options that the kernels have in common."""
+    """The grid, and the kernel's sizes and launch options."""
     batch, steps, query_heads, dim = q.shape
     kv_heads = k.shape[2]
     kv_tile = min(knobs.heads, triton.next_power_of_2(kv_heads))
@@ -151,22 +306,24 @@ def launch_sizes(
     return (batch * steps, groups), arguments
 
 
-def cases(kernel: Any, tables: Sequence[str]) -> list[OfflineCase]:
-    """Beam's TP8 rank: 6 query heads, 1 KV head of 128; a decode step and a long prefill."""
-    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_weight", "k_weight"), "*bf16")
-    signature |= dict.fromkeys(tables, "*fp32")
-    signature |= {"k_cache": "*bf16", "v_cache": "*bf16", "slots": "*i64"}
-    signature |= {"q_out": "*bf16", "k_out": "*bf16"}
+def cases(heads: int, kv_heads: int, dim: int, **kind: Any) -> list[OfflineCase]:
+    """A decode step and a long prefill of that many heads; `kind` is WEIGHTED, SCALED, ROTATION."""
+    bf16 = "q_ptr", "k_ptr", "v_ptr", "q_weight", "k_weight", "k_cache", "v_cache", "q_out", "k_out"
+    signature: dict[str, str] = dict.fromkeys(bf16, "*bf16") | {"slots": "*i64"}
+    table = "*fp32" if kind["ROTATION"] == "once" else "*bf16"
+    signature |= dict.fromkeys(("cos_ptr", "sin_ptr"), table)
+    signature["factors_ptr"] = "*fp32" if kind["SCALED"] == "row" else "*bf16"
     for tensor in "kv":
         signature |= {f"{tensor}_{part}": "i64:16" for part in ("batch", "slot", "head")}
     signature |= {f"{tensor}_stride": "i32:16" for tensor in "qkv"}
-    signature |= {"steps": "i32", "eps": "fp32"}
-    constants = "H", "HKV", "P", "HEADS", "KV_HEADS"
-    signature |= dict.fromkeys(constants, "constexpr")
+    signature |= {"steps": "i32", "eps": "fp32", "factor": "fp32"}
     found = []
     for rows in (1, 16384):
-        knobs = QKKnobs.heuristic({"T": rows, "H": 6, "Hkv": 1, "d": 128})
-        values = {"H": 6, "HKV": 1, "P": 64, "HEADS": knobs.heads, "KV_HEADS": 1}
-        ordered = {n: signature[n] for n in kernel.arg_names if n in signature}
-        found.append(OfflineCase(kernel, ordered, values, knobs.warps))
+        knobs = QKKnobs.heuristic({"T": rows, "H": heads, "Hkv": kv_heads, "d": dim})
+        kv_tile = min(knobs.heads, triton.next_power_of_2(kv_heads))
+        values = {"H": heads, "HKV": kv_heads, "P": dim // 2, **kind}
+        values |= {"HEADS": knobs.heads, "KV_HEADS": kv_tile}
+        types = signature | dict.fromkeys(values, "constexpr")
+        ordered = {n: types[n] for n in qk_norm_kernel.arg_names if n != "PDL"}
+        found.append(OfflineCase(qk_norm_kernel, ordered, values, knobs.warps))
     return found

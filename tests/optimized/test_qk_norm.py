@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from optimized import qk_norm_rope, qk_norm_scale
+from optimized import qk_norm_rope, qk_norm_scale, qk_unit_norm, qk_unit_norm_rope
 from optimized.qk_norm import QKKnobs
 from reference.beam import LayerCache, QKNormRope, QKNormScale, rope
 from reference.cache import write_slots
+from reference.layers import rope_in_dtype
+from reference.muse_spark_attention import QKUnitNorm, QKUnitNormRope
 from tests.optimized.kernel_checks import (
     DEVICE,
     all_knobs,
@@ -23,12 +25,14 @@ pytestmark = needs_kernels
 REGIONS = [
     pytest.param(qk_norm_rope.CHANGE, QKNormRope(EPS), id="rope"),
     pytest.param(qk_norm_scale.CHANGE, QKNormScale(EPS), id="scale"),
+    pytest.param(qk_unit_norm_rope.CHANGE, QKUnitNormRope(EPS, 5.473), id="unit-rope"),
+    pytest.param(qk_unit_norm.CHANGE, QKUnitNorm(EPS, 5.473), id="unit"),
 ]
 
 
 def arguments(node, shape, scale=1.0, packed=False, capacity=40, window=None, first=3):
-    """(q, k, v, weights, tables, caches, slots) for shape (B, T, H, Hkv, d); `packed` makes q, k, v
-    slices of one projection's output."""
+    """(q, k, v, weights and tables as the node takes them, caches, slots) for shape (B, T, H, Hkv,
+    d); `packed` makes q, k, v slices of one projection's output."""
     batch, steps, heads, kv_heads, dim = shape
     widths = [heads * dim, kv_heads * dim, kv_heads * dim]
     if packed:
@@ -39,15 +43,19 @@ def arguments(node, shape, scale=1.0, packed=False, capacity=40, window=None, fi
     weights = (torch.rand(2, dim, device=DEVICE) + 0.5).to(torch.bfloat16)
     positions = torch.arange(first, first + steps, device=DEVICE).expand(batch, steps)
     positions = positions + 2 * torch.arange(batch, device=DEVICE)[:, None]
-    if isinstance(node, QKNormRope):
+    extras: list[torch.Tensor] = []
+    if isinstance(node, QKNormRope | QKNormScale):
+        extras += weights
+    if isinstance(node, QKNormRope | QKUnitNormRope):
         angles = torch.rand(batch, steps, dim // 2, device=DEVICE) * 6.3
-        tables = angles.cos(), angles.sin()
-    else:
-        tables = (torch.rand(batch, steps, device=DEVICE) + 0.5,)
+        kind = torch.float32 if isinstance(node, QKNormRope) else torch.bfloat16
+        extras += angles.cos().to(kind), angles.sin().to(kind)
+    if isinstance(node, QKNormScale):
+        extras.append(torch.rand(batch, steps, device=DEVICE) + 0.5)
     slots = write_slots(positions, capacity, window)
     size = batch, (window or capacity) + 1, kv_heads, dim
     caches = (bf16(*size, seed=5), bf16(*size, seed=6))
-    return [q, k, v, *weights, *tables, *caches, slots]
+    return [q, k, v, *extras, *caches, slots]
 
 
 def reference(node, args):
@@ -71,9 +79,10 @@ def reordered(node, args, count=16):
     for seed in range(count):
         order = torch.randperm(half, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         both = torch.cat((order, order + half))
-        moved = [a[..., both] if a.shape[-1] == 2 * half else a for a in args[:-1]]
-        if isinstance(node, QKNormRope):
-            moved[5:7] = [table[..., order] for table in args[5:7]]
+        moved = [
+            a[..., both] if a.shape[-1] == 2 * half else a[..., order] if a.dim() == 3 else a
+            for a in args[:-1]
+        ]
         for output, y in zip(outputs, reference(node, [*moved, slots])[:3], strict=True):
             output.append(y[..., both.argsort()])
     return outputs
@@ -149,12 +158,28 @@ def test_the_ring_wraps_and_early_tokens_go_to_the_spare_slot():
 
 def elided(node, args, point):
     """The reference's q with one interior rounding left out, or none."""
-    q, weight = args[0].float(), args[3].float()
-    normed = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + EPS) * weight
-    normed = normed if point == "norm" else normed.to(torch.bfloat16).float()
-    if isinstance(node, QKNormRope):
-        return rope(normed, *args[5:7]).to(torch.bfloat16)
-    return (normed * args[5][:, :, None, None]).to(torch.bfloat16)
+
+    def rounded(value, name):
+        return value if name == point else value.to(torch.bfloat16).float()
+
+    q = args[0].float()
+    normed = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + EPS)
+    if isinstance(node, QKNormRope | QKNormScale):
+        normed = rounded(normed * args[3].float(), "norm")
+        if isinstance(node, QKNormRope):
+            return rope(normed, *args[5:7]).to(torch.bfloat16)
+        return (normed * args[5][:, :, None, None]).to(torch.bfloat16)
+    scaled = rounded(rounded(normed, "norm") * node.q_factor, "factor")
+    if isinstance(node, QKUnitNorm):
+        return scaled.to(torch.bfloat16)
+    if point == "rotation":
+        return rope(scaled, *(table.float() for table in args[3:5])).to(torch.bfloat16)
+    if point == "factor":  # what follows would round it
+        a, b = scaled.chunk(2, dim=-1)
+        cos, sin = (table.float()[:, :, None] for table in args[3:5])
+        products = [rounded(y, "") for y in (a * cos, b * sin, b * cos, a * sin)]
+        return torch.cat((products[0] - products[1], products[2] + products[3]), -1).bfloat16()
+    return rope_in_dtype(scaled.to(torch.bfloat16), *args[3:5])
 
 
 @pytest.mark.parametrize(("change", "node"), REGIONS)
@@ -162,7 +187,9 @@ def test_one_rounding_less_would_be_noticed(change, node):
     args = arguments(node, (1, 16, 4, 2, 64))
     theirs, noise = reference(node, args)[0], reordered(node, args)[0]
     assert within(elided(node, args, None), theirs, noise)
-    assert not within(elided(node, args, "norm"), theirs, noise)
+    points = ["norm", "factor", "rotation"] if isinstance(node, QKUnitNormRope) else ["norm"]
+    for point in points:
+        assert not within(elided(node, args, point), theirs, noise), point
 
 
 @pytest.mark.parametrize(("change", "node"), REGIONS)
@@ -179,7 +206,8 @@ def test_guard_says_why(change, node):
     assert "fit together" in changed(2, args[2][:, :2])
     assert "slots" in changed(len(args) - 1, args[-1].int())
     assert "k_cache" in changed(len(args) - 3, args[-3][:, :, :1])
-    assert "fp32" in changed(5, args[5].double())
+    if len(args) > 6:
+        assert "contiguous torch." in changed(len(args) - 4, args[-4].double())
 
 
 def test_heuristic_is_valid_for_any_shape():
