@@ -54,6 +54,13 @@ class GateKnobs:
 
 
 @triton.jit
+def gated(a, gate):
+    """R(a * R(sigmoid(gate))), of values rounded before, all FP32."""
+    share = sigmoid_fp32(gate).to(tl.bfloat16).to(tl.float32)
+    return (a * share).to(tl.bfloat16)
+
+
+@triton.jit
 def output_gate_kernel(
     a_ptr,
     gate_ptr,
@@ -82,8 +89,7 @@ def output_gate_kernel(
     head = tl.max_constancy(column // HEAD_DIM, [VECTOR])
     bias = tl.load(bias_ptr + head, mask=valid, other=0.0).to(tl.float32)
     biased = (gate + bias).to(tl.bfloat16).to(tl.float32)
-    open_share = sigmoid_fp32(biased).to(tl.bfloat16).to(tl.float32)
-    tl.store(out_ptr + index, (a * open_share).to(tl.bfloat16), mask=valid)
+    tl.store(out_ptr + index, gated(a, biased), mask=valid)
 
 
 def shape(node: nn.Module, a: Tensor, gate: Tensor, bias: Tensor) -> dict[str, int]:
