@@ -1,9 +1,10 @@
-"""Certificates of a run: one for each kept change, in the ledger and as a file beside it."""
+"""Certificates of a run: one for each kept change, in the ledger and in its bundle, prs/NN-slug."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agents.grounds import ground_of, modules_of
 from agents.history import History
 from harness.certificate import NAME, Certificate, folder_of
 from harness.certify import certificate
@@ -11,6 +12,8 @@ from harness.ledger import Ledger
 from harness.records import Attempt, Environment
 from harness.workload import Workload
 from optimized.plan import Enabled
+from reports.pr_page import write
+from reports.pr_record import COMPILED, GROUND, compiled
 
 EVENT = "certificate"
 
@@ -34,7 +37,7 @@ def certify(
     *,
     generated: str | None,
 ) -> Path:
-    """Certify the change that was kept last: into the ledger, then into its own folder.
+    """Certify the change that was kept last: into the ledger, then into its bundle.
 
     `timed` names the run's targets by "decode" and "prefill", `layers_per_kind` says how many
     layers judged the change at model level, `generated` is what a compiler made for it.
@@ -46,18 +49,17 @@ def certify(
 def restore(
     ledger: Ledger, workload: Workload, timed: dict[str, str], layers_per_kind: int | None
 ) -> str | None:
-    """Write what is missing of the certificates: the files from the ledger, where the same bytes
-    come out, and the last one itself, if the run was killed before it was made.
+    """Write what is missing of the bundles: from the ledger, where the same bytes come out, and
+    the last certificate itself, if the run was killed before it was made.
 
     That one is made only from the files that the change was judged with; returns why another kept
     change has none, or None.
     """
     kept = History(ledger).kept
     certificates = ledger.all(EVENT, Certificate)
-    for attempt, made in zip(kept, certificates, strict=False):
-        folder = folder_of(ledger.directory, attempt.index, attempt.name)
-        if not (folder / NAME).exists():
-            made.save(folder)
+    for attempt in kept[: len(certificates)]:
+        if not (folder_of(ledger.directory, attempt.index, attempt.name) / NAME).exists():
+            write(ledger.directory, only=attempt.index)
     missing = kept[len(certificates) :]
     if not missing:
         return None
@@ -95,6 +97,7 @@ def _certify(
 ) -> Path:
     *before, attempt = kept
     assert attempt.region_verdict is not None  # it has a latency, so it has a verdict
+    environment = _environment_of(ledger, attempt)
     made = certificate(
         workload,
         enabled(attempt),
@@ -102,10 +105,14 @@ def _certify(
         region_verdict=attempt.region_verdict,
         model_verdict=attempt.model_verdict,
         latency=attempt.latency,
-        environment=_environment_of(ledger, attempt),
+        environment=environment,
         timed=timed,
         layers_per_kind=layers_per_kind,
         generated=generated,
     )
-    ledger.append(EVENT, made)
-    return made.save(folder_of(ledger.directory, attempt.index, attempt.name))
+    ledger.append(GROUND, ground_of(attempt, made, stood_on=()))
+    if attempt.backend == "triton":
+        ledger.append(COMPILED, compiled(attempt.index, modules_of(made)))
+    ledger.append(EVENT, made)  # the last of the three: with it, all are there
+    write(ledger.directory, only=attempt.index)
+    return folder_of(ledger.directory, attempt.index, attempt.name) / NAME

@@ -11,16 +11,18 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
 from harness.records import SCHEMA, Environment, Latency, Record, Verdict
 from optimized.domain import Domain
+from optimized.plan_text import slug
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "certificate.json"
+FOLDER = "prs"  # of a run: what belongs to each kept change
 EVERY = "every output"
 GENERATED = "generated source"
 COMPILE_NUMBER = re.compile(r"^# AOT ID: .*$", re.MULTILINE)  # of the graph, in its process
@@ -83,8 +85,11 @@ class Certificate(Record):
         """Write the certificate to `folder`; the same certificate gives the same bytes."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / NAME
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        path.write_text(self.text())
         return path
+
+    def text(self) -> str:
+        return json.dumps(self.to_json(), indent=1) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> "Certificate":
@@ -110,8 +115,38 @@ class Certificate(Record):
 
 def folder_of(run: Path, index: int, name: str) -> Path:
     """Where a run keeps what belongs to the change it tried `index`-th: prs/NN-slug."""
-    slug = re.sub(r"[^a-z0-9]+", "-", Path(name).name.removesuffix(".py").lower()).strip("-")
-    return run / "prs" / f"{index:02d}-{slug}"
+    return run / FOLDER / f"{index:02d}-{slug(Path(name).name.removesuffix('.py'))}"
+
+
+def place_of(file: str) -> str:
+    """Where a change file from outside lies once it is taken into the repository."""
+    return f"optimized/{slug(Path(file).stem).replace('-', '_')}.py"
+
+
+def taken_in(made: Certificate) -> Certificate:
+    """The same, where change files that are gone from where they were judged lie in optimized/
+    now: under their new place."""
+
+    def moved(name: str) -> str:
+        new = ROOT / place_of(name)
+        gone = name.endswith(".py") and not Path(name).is_file()
+        return str(new) if gone and new.is_file() else name
+
+    change = replace(made.change, name=moved(made.change.name))
+    if change.name == made.change.name:
+        kernel = made.hashes.kernel
+    else:
+        file = Path(made.change.name).name
+        kernel = {
+            place_of(file) if Path(path).name == file else path: digest
+            for path, digest in made.hashes.kernel.items()
+        }
+    return replace(
+        made,
+        change=change,
+        parents=tuple(replace(parent, name=moved(parent.name)) for parent in made.parents),
+        hashes=replace(made.hashes, kernel=kernel),
+    )
 
 
 def hashes(change_file: Path, model_file: Path, generated: str | None) -> Hashes:

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from harness.bench import Step, compare, default_mode, smallest_effect
-from harness.certificate import Certificate, changed_hashes, differences
+from harness.certificate import Certificate, changed_hashes, differences, taken_in
 from harness.certify import Judged, enabled_of, hashes_of, judge_change, promise
 from harness.command_bench import interval, progress
 from harness.environment import environment
@@ -25,7 +25,7 @@ SHOWN = 12  # differences that are printed of each part
 def certify(a: argparse.Namespace) -> int:
     """Judge again what the certificate certifies; exit code 1 if anything differs."""
     path = Path(a.file)
-    there = Certificate.load(path)
+    there = taken_in(Certificate.load(path))
     device = there.environment.device if a.device == "auto" and _has(there) else a.device
     workload = Workload.load(there.model, there.preset, device, there.seed)
     if there.change.backend == "triton" and workload.device.type == "cpu":

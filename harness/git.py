@@ -3,6 +3,7 @@
 Nothing here touches a checkout, its index or its HEAD: whoever writes does so in a worktree.
 """
 
+import hashlib
 import os
 import subprocess
 from dataclasses import dataclass
@@ -91,11 +92,22 @@ class Git:
             return None
         return self.read("cat-file", "blob", listed.split()[2]).encode(errors="surrogateescape")
 
+    def blobs(self, commit: str) -> dict[str, str]:
+        """The id of every file of `commit`, as `blob_id` gives it, by path."""
+        listed = self.read("ls-tree", "-r", "-z", commit).split("\0")
+        rows = [line.partition("\t") for line in listed if line]
+        return {path: about.split()[2] for about, _, path in rows}
+
     def _identity(self) -> list[str]:
         """The user's name if git knows it: a worktree's commits need some committer."""
         name = self.run("config", "user.name", allowed=(0, 1))
         email = self.run("config", "user.email", allowed=(0, 1))
         return ["-c", f"user.name={name or WHO}", "-c", f"user.email={email or WHERE}"]
+
+
+def blob_id(data: bytes) -> str:
+    """The id that git gives a file with these bytes."""
+    return hashlib.sha1(b"blob %d\0%s" % (len(data), data), usedforsecurity=False).hexdigest()
 
 
 def _environment() -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Compiling Triton kernels without a GPU: do they compile for every target, and do they spill?
 
-`python -m optimized.offline` compiles every kernel of every change in this folder for every target
-and prints its registers, spills and shared memory. Kernels that the interpreter runs
-(TRITON_INTERPRET=1) cannot be compiled, so unset it, or call `report` which starts a process of
-its own.
+`python -m optimized.offline [NAME...]` compiles every kernel of every change in this folder (or of
+the files called NAME) for every target and prints its registers, spills and shared memory. Kernels
+that the interpreter runs (TRITON_INTERPRET=1) cannot be compiled, so unset it, or call `report`
+which starts a process of its own.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -160,17 +160,20 @@ def _captured_output() -> Iterator[list[str]]:
             printed.append(file.read().decode(errors="replace") + stdout.getvalue())
 
 
-def cases() -> Iterator[tuple[str, OfflineCase]]:
-    """Every case of every module in this folder that has `offline_cases()`, with its name."""
+def cases(names: Sequence[str] = ()) -> Iterator[tuple[str, OfflineCase]]:
+    """Every case of every module in this folder that has `offline_cases()`, with its name; of those
+    called `names` if there are any."""
     for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if names and info.name not in names:
+            continue
         module = importlib.import_module(f"optimized.{info.name}")
         for case in getattr(module, "offline_cases", list)():
             yield info.name, OfflineCase(*case)
 
 
-def compile_all() -> Iterator[Row]:
-    """Compile every case for every target, one row each."""
-    for change, case in cases():
+def compile_all(names: Sequence[str] = ()) -> Iterator[Row]:
+    """Compile every case (of the modules called `names`) for every target, one row each."""
+    for change, case in cases(names):
         for target in TARGETS:
             used = error = None
             try:
@@ -207,7 +210,7 @@ def report() -> list[Row]:
 
 def main(arguments: list[str]) -> int:
     failed = False
-    for row in compile_all():
+    for row in compile_all([word for word in arguments if not word.startswith("-")]):
         failed |= row.error is not None
         if "--json" in arguments:
             print(json.dumps(asdict(row)), flush=True)

@@ -1,13 +1,14 @@
-"""`python -m reports html|md|pictures RUN`: a run's reports again, from its ledger alone; and
-`curve FILE...`: what `harness bench --curve` wrote, as a figure."""
+"""`python -m reports html|md|pictures|pr RUN`: a run's reports and pull requests again, from its
+ledger alone; and `curve FILE...`: what `harness bench --curve` wrote, as a figure."""
 
 import argparse
 import sys
 from pathlib import Path
 
 from harness import cli
+from harness.certificate import ROOT
 from harness.errors import ExitCode, UserError
-from reports import curves, markdown, page
+from reports import curves, markdown, page, pr_open, pr_page
 from reports.files import write_text
 from reports.run import Run
 from reports.write import write_pictures
@@ -33,6 +34,12 @@ def parser() -> argparse.ArgumentParser:
     pictures = commands.add_parser("pictures", help="write latency.svg and layer.svg")
     pictures.add_argument("run", type=Path, metavar="RUN", help="a run directory of agents.run")
     pictures.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: the run's")
+    pr = commands.add_parser("pr", help="write prs/: a patch and a page for each kept change")
+    pr.add_argument("run", type=Path, metavar="RUN", help="a run directory of agents.run")
+    pr.add_argument("--change", type=int, metavar="N", help="the change of that number alone")
+    pr.add_argument("--open", action="store_true", help="push branches and open them with gh")
+    pr.add_argument("--remote", default="origin", help="where branches go; default origin")
+    pr.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: the run's")
     figure = commands.add_parser("curve", help="draw what harness bench --curve wrote")
     figure.add_argument("file", type=Path, metavar="FILE", help="a curve-*.json")
     figure.add_argument(
@@ -47,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         svg = curves.figure(curves.load(arguments.file))
         print(write_text(arguments.output or arguments.file.with_suffix(".svg"), svg))
         return ExitCode.DONE
+    if arguments.command == "pr":
+        return pull_requests(arguments)
     run = Run.load(arguments.run)
     if arguments.command == "pictures":
         paths = write_pictures(run, arguments.output or arguments.run)
@@ -56,6 +65,23 @@ def main(argv: list[str] | None = None) -> int:
         return ExitCode.DONE
     name, write = WRITERS[arguments.command]
     print(write_text(arguments.output or arguments.run / name, write(run)))
+    return ExitCode.DONE
+
+
+def pull_requests(a: argparse.Namespace) -> int:
+    """Write the bundles, then open them, or say how."""
+    written = pr_page.write(a.run, a.output, compiling=True, chosen=a.change)
+    made = pr_open.requests(written, a.run.resolve().name)
+    requests = pr_open.chosen(made, written, a.change)
+    for bundle, folder in written[len(made) :]:
+        print(f"{folder}: cannot be opened: {pr_open.why_not(bundle)}", file=sys.stderr)
+    if not a.open:
+        for request in requests:
+            print(f"# {request.page.parent}", *pr_open.commands(request, a.remote), sep="\n")
+        return ExitCode.DONE
+    git = pr_open.require(ROOT, a.remote)
+    for request in requests:
+        print(pr_open.open_request(git, request, a.remote), flush=True)
     return ExitCode.DONE
 
 

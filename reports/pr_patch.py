@@ -1,13 +1,12 @@
 """Patches that `git am` takes, made from texts alone: without git, the same bytes each time."""
 
 import difflib
-import hashlib
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from email.utils import formatdate
 
-from harness.git import WHERE, WHO
+from harness.git import WHERE, WHO, blob_id
 
 Tree = Mapping[str, str]  # texts by their path in the repository
 WIDTH = 72
@@ -70,7 +69,8 @@ def _diff(path: str, before: str | None, after: str | None) -> str:
     if after is None:
         lines.append("deleted file mode 100644\n")
     mode = " 100644" if before is not None and after is not None else ""
-    lines.append(f"index {_blob(before)}..{_blob(after)}{mode}\n")
+    ids = ("0" * 40 if text is None else blob_id(text.encode()) for text in (before, after))
+    lines.append(f"index {'..'.join(ids)}{mode}\n")
     names = (old if before is not None else "/dev/null", new if after is not None else "/dev/null")
     hunks = difflib.unified_diff(_lines(before), _lines(after), *names, lineterm="\n")
     for line in hunks:
@@ -88,11 +88,3 @@ def _split(text: str) -> Iterator[str]:
     yield from (line + "\n" for line in whole)
     if rest:
         yield rest
-
-
-def _blob(text: str | None) -> str:
-    """The id that git gives the file."""
-    if text is None:
-        return "0" * 40
-    data = text.encode()
-    return hashlib.sha1(b"blob %d\0%s" % (len(data), data), usedforsecurity=False).hexdigest()

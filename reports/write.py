@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
-from reports import latency, layer, markdown, page
+from harness.certificate import FOLDER
+from reports import latency, layer, markdown, page, pr_page
 from reports.files import write_text
 from reports.run import Run
 from reports.summary import write_summary
 
 
 def write_reports(run_dir: Path) -> list[Path]:
-    """Write summary.json, report.md, report.html and what can be drawn of latency.svg and layer.svg
-    into `run_dir`; returns their paths."""
+    """Write summary.json, report.md, report.html, what can be drawn of latency.svg and layer.svg,
+    and prs/ with what was kept, into `run_dir`; returns their paths."""
     run_dir = Path(run_dir)
     run = Run.load(run_dir)
     return [
@@ -18,6 +19,7 @@ def write_reports(run_dir: Path) -> list[Path]:
         write_text(run_dir / markdown.NAME, markdown.markdown(run)),
         write_text(run_dir / page.NAME, page.page(run)),
         *write_pictures(run, run_dir),
+        *([run_dir / FOLDER] if pr_page.write(run_dir) else []),
     ]
 
 

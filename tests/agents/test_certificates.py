@@ -5,92 +5,35 @@ from pathlib import Path
 
 import pytest
 
-from agents.certificates import EVENT, certify, enabled, restore
+from agents.certificates import EVENT, enabled, restore
+from agents.grounds import ground_of
 from harness.certificate import Certificate
-from harness.certify import judge_change
 from harness.environment import environment
 from harness.ledger import Ledger
-from harness.records import Attempt, Latency, Paired, Status
+from harness.records import Attempt
 from harness.workload import Workload
-from optimized.plan import Enabled
+from optimized.catalog import changes
+from optimized.plan_text import place
+from reports.pr_record import GROUND
+from tests.agents.bundle_run import TIMED, main
 
 TOY = str(Path(__file__).with_name("toy_model.py"))
-TIMED = {"decode": "decode-bs1", "prefill": "prefill-8x2048"}
-PAIR = Paired(
-    base_us=100.0,
-    candidate_us=90.0,
-    candidate_interval_us=(89.0, 91.0),
-    gain_us=10.0,
-    gain_interval_us=(9.0, 11.0),
-    mde_us=1.0,
-    pairs=9,
-)
-CHANGE = """
-from optimized.change import Change, Contract, Implementation
-
-CHANGE = Change(
-    name="again", region="{region}", summary="the same", contract=Contract(numerics="reduction"),
-    implementations=(
-        Implementation(backend="torch", devices=("cpu",), build=lambda node, _: node.forward),
-    ),
-)
-"""
-
-
-def toy_regions() -> list[str]:
-    from harness.selftest import regions
-
-    return list(regions(Workload.load(TOY, "toy", "cpu").model))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Ledger, Workload]:
     """A ledger with two kept changes, the second judged on the first, both certified."""
-    folder = tmp_path_factory.mktemp("run")
-    workload = Workload.load(TOY, "toy", "cpu")
-    ledger = Ledger.create(folder / "run")
-    ledger.append("run", {"schema": 1})
-    ledger.append("environment", environment(workload.device))
-    parents: list[Enabled] = []
-    for index, region in enumerate(toy_regions()[:2], start=3):
-        file = folder / f"change_{index}.py"
-        file.write_text(CHANGE.replace("{region}", region))
-        line = Enabled(name=str(file), backend="torch")
-        judged = judge_change(
-            workload, line, parents, targets=tuple(TIMED.values()), region_seed=index
-        )
-        assert judged.region_verdict.passed, judged.region_verdict.reason
-        attempt = Attempt(
-            index=index,
-            name=line.name,
-            region=region,
-            backend="torch",
-            status=Status.KEPT,
-            reason="decode gained 10.0 us",
-            predicted_us=None,
-            bound_us=None,
-            knobs={},
-            region_verdict=judged.region_verdict,
-            model_verdict=None,
-            latency=Latency(decode=PAIR, prefill=PAIR),
-            control=None,
-            parent=None,
-            seconds=1.0,
-        )
-        ledger.append("attempt", attempt)
-        certify(ledger, workload, TIMED, None, generated=None)
-        parents.append(enabled(attempt))
-    return ledger, workload
+    return main(tmp_path_factory.mktemp("run"), TOY)
 
 
-def files(ledger: Ledger) -> dict[str, bytes]:
-    found = sorted((ledger.directory / "prs").glob("*/certificate.json"))
+def files(ledger: Ledger, name: str = "certificate.json") -> dict[str, bytes]:
+    found = sorted((ledger.directory / "prs").glob(f"*/{name}"))
     return {path.parent.name: path.read_bytes() for path in found}
 
 
 def test_each_kept_change_has_one_in_a_folder_of_its_own(run):
     ledger, workload = run
-    assert list(files(ledger)) == ["03-change-3", "04-change-4"]
+    assert list(files(ledger)) == ["03-again-3", "04-again-4"]
     first, second = (Certificate.load(p) for p in sorted(ledger.directory.glob("prs/*/*.json")))
     assert first.parents == ()
     (parent,) = second.parents
@@ -103,11 +46,12 @@ def test_each_kept_change_has_one_in_a_folder_of_its_own(run):
 
 def test_they_are_rebuilt_from_the_ledger_bit_by_bit(run):
     ledger, workload = run
-    before = files(ledger)
+    before, patches = files(ledger), files(ledger, "change.patch")
     for name in before:
         (ledger.directory / "prs" / name / "certificate.json").unlink()
+        (ledger.directory / "prs" / name / "change.patch").unlink()
     assert restore(ledger, workload, TIMED, None) is None
-    assert files(ledger) == before
+    assert files(ledger) == before and files(ledger, "change.patch") == patches
     assert len(ledger.all(EVENT, Certificate)) == 2
 
 
@@ -121,7 +65,8 @@ def test_one_that_a_kill_prevented_is_made_when_the_run_goes_on(run, tmp_path):
     cut.append("resumed", dataclasses.replace(here, temperature_c=50))
     assert restore(cut, workload, TIMED, None) is None
     assert files(cut) == files(ledger)
-    assert [e.kind for e in cut.events()][-2:] == ["resumed", EVENT]
+    assert [e.kind for e in cut.events()][-3:] == ["resumed", GROUND, EVENT]
+    assert files(cut, "change.patch").keys() == files(ledger, "change.patch").keys()
 
 
 def test_what_other_files_judged_is_not_certified(run, tmp_path):
@@ -135,7 +80,7 @@ def test_what_other_files_judged_is_not_certified(run, tmp_path):
         "not certified, since other files may have judged it: "
         + ledger.all("attempt", Attempt)[1].name
     )
-    assert list(files(cut)) == ["03-change-3"]
+    assert list(files(cut)) == ["03-again-3"]
 
 
 def test_what_a_plan_enables_has_the_domain(run):
@@ -146,3 +91,35 @@ def test_what_a_plan_enables_has_the_domain(run):
         attempt, region_verdict=dataclasses.replace(attempt.region_verdict, domain=None)
     )
     assert enabled(old).domain is None
+
+
+def test_a_patch_that_cannot_be_made_says_why(run, tmp_path):
+    ledger, _ = run
+    attempt = ledger.all("attempt", Attempt)[0]
+    made = ledger.all(EVENT, Certificate)[0]
+    plan = place(made.model, made.environment.device_name)
+    found = ground_of(attempt, made, stood_on=("another",))
+    assert found.obstacle == (
+        f"{plan} enables nothing, which is not what this run stood on; "
+        f"start a run with --plan {plan}"
+    )
+    clash = tmp_path / "clash.py"
+    known = next(iter(changes()))
+    clash.write_text(Path(attempt.name).read_text().replace("again-3", known))
+    found = ground_of(dataclasses.replace(attempt, name=str(clash)), made, stood_on=())
+    assert found.obstacle == f"optimized/ has a change called {known} already; rename this one"
+    there = dataclasses.replace(made.environment, git_commit="0" * 40 + "+dirty")
+    found = ground_of(attempt, dataclasses.replace(made, environment=there), stood_on=())
+    assert found.obstacle == f"commit {'0' * 40} of the run is not in this repository"
+    assert (found.before, found.files, found.commit) == ({}, {}, "0" * 40)
+
+
+def test_files_that_differ_from_the_commit_are_named(run):
+    ledger, _ = run
+    attempt = ledger.all("attempt", Attempt)[0]
+    made = ledger.all(EVENT, Certificate)[0]
+    judge = {**made.hashes.judge, "harness/never_committed.py": "0" * 64}
+    odd = dataclasses.replace(made, hashes=dataclasses.replace(made.hashes, judge=judge))
+    found = ground_of(attempt, odd, stood_on=())
+    assert "harness/never_committed.py" in found.others
+    assert found.files["optimized/again_3.py"] == Path(attempt.name).read_text()

@@ -237,6 +237,6 @@ def test_bare_run_still_reports(report: Callable[[Run], str], cpu_run: Path) -> 
 
 def test_write_reports_leaves_all_files(cpu_run: Path) -> None:
     paths = write_reports(cpu_run)
-    names = ["summary.json", "report.md", "report.html", "latency.svg", "layer.svg"]
+    names = ["summary.json", "report.md", "report.html", "latency.svg", "layer.svg", "prs"]
     assert [p.name for p in paths] == names
     assert paths[1].read_text() == markdown(Run.load(cpu_run))

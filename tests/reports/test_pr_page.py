@@ -1,0 +1,81 @@
+"""PR.md and the patches of a finished run that no repository knows."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.errors import UserError
+from harness.ledger import Ledger
+from reports import pr_open, pr_page
+from reports.pr_bundle import bundles
+from reports.pr_record import COMPILED, Ground, compiled
+from reports.run import Run
+
+
+def test_patches_of_an_older_ledger_stack(cuda_run: Path) -> None:
+    made = bundles(Run.load(cuda_run))
+    assert [b.index for b in made] == [3, 7]
+    assert [b.parents for b in made] == [(), ("residual_boundary",)]
+    first, second = (b.patch or "" for b in made)
+    assert "new file mode 100644\n" in first and '+model = "beam"\n' in first
+    assert "--- a/optimized/plans/beam-nvidia-h200.toml\n" in second
+    assert '+name = "parallel_projection"\n' in second and '+model = "beam"' not in second
+    assert made[1].files["optimized/plans/beam-nvidia-h200.toml"].count("[[change]]") == 2
+
+
+def test_the_page_tells_what_all_changes_did_and_what_is_not_known(cuda_run: Path) -> None:
+    page = pr_page.write(cuda_run)[0][1] / "PR.md"
+    words = page.read_text()
+    assert "| decode 1 x 1 token(s), context 250 | 16.00 ms [" in words
+    assert "| prefill 8 x 64 token(s), context 250 | 1.147 s [" in words
+    assert "The ledger has no certificate of it." in words
+    assert "| Rounding point | Declared | Why | Observed |" in words
+
+
+def test_what_its_kernels_take_is_shown_by_architecture(cuda_run: Path) -> None:
+    kernels = compiled(3, ["combine"])
+    assert kernels.absent is None
+    assert {k.target for k in kernels.kernels} == {"sm_90", "sm_100", "gfx950"}
+    assert all(k.registers and k.spills == 0 for k in kernels.kernels)
+    Ledger.open(cuda_run).append(COMPILED, kernels)
+    page = (pr_page.write(cuda_run, only=3)[0][1] / "PR.md").read_text()
+    assert "| Kernel | Built with | sm_90 | sm_100 | gfx950 |" in page
+    used = kernels.kernels[0]
+    assert f"; {used.num_warps} warps | {used.registers} / 0 / " in page
+
+
+def test_a_kernel_that_does_not_compile_is_one_line(cuda_run: Path) -> None:
+    one = compiled(3, ["no_such_file"])
+    assert (one.kernels, one.absent) == (
+        (), "its files define no kernel that can be compiled without a GPU"
+    )  # fmt: skip
+    Ledger.open(cuda_run).append(COMPILED, one)
+    page = (pr_page.write(cuda_run, only=3)[0][1] / "PR.md").read_text()
+    assert "None: its files define no kernel that can be compiled without a GPU." in page
+
+
+def test_without_a_patch_the_reason_is_said_and_what_stands_on_it_has_none(cuda_run: Path) -> None:
+    ground = Ground(
+        index=3, commit="c", name="x", before={}, files={}, others=("harness/a.py",),
+        obstacle="optimized/ has one already",
+    )  # fmt: skip
+    Ledger.open(cuda_run).append("ground", ground)
+    written = pr_page.write(cuda_run)
+    assert [b.obstacle for b, _ in written] == [
+        "optimized/ has one already", "it stands on x, which has no patch"
+    ]  # fmt: skip
+    words = (written[0][1] / "PR.md").read_text()
+    assert "**There is no patch: optimized/ has one already.**" in words
+    assert "not as in commit c: harness/a.py.**" in words
+    assert not (written[0][1] / "change.patch").exists()
+    assert pr_open.requests(written, "run") == []
+    with pytest.raises(UserError, match="change 7 cannot be opened: it stands on x"):
+        pr_open.chosen([], written, 7)
+    with pytest.raises(UserError, match="nothing to open: the run kept 3, 7"):
+        pr_open.chosen([], written, 4)
+
+
+def test_nothing_kept_is_nothing_written(unfinished_run: Path) -> None:
+    assert pr_page.write(unfinished_run) == []
+    with pytest.raises(UserError, match="nothing to open: the run kept none"):
+        pr_open.chosen([], [], None)
