@@ -62,15 +62,20 @@ def swiglu_kernel(
     elements,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """`ROUNDED` rounds silu before its product."""
     begin(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = index < elements
     row, column = (index // F).to(tl.int64), index % F
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=valid, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=valid, other=0.0).to(tl.float32)
-    tl.store(out_ptr + index, (silu_fp32(gate) * up).to(tl.bfloat16), mask=valid)
+    opened = silu_fp32(gate)
+    if ROUNDED:
+        opened = opened.to(tl.bfloat16).to(tl.float32)
+    tl.store(out_ptr + index, (opened * up).to(tl.bfloat16), mask=valid)
 
 
 def shape(node: nn.Module, gate: Tensor, up: Tensor) -> dict[str, int]:
@@ -92,9 +97,14 @@ def guard(node: nn.Module, gate: Tensor, up: Tensor) -> str | None:
 
 def build(node: nn.Module, knobs: SwiGLUKnobs | None):
     """(gate [..., F], up [..., F]) -> [..., F], BF16."""
+    return activation(knobs, rounded=False)
+
+
+def activation(knobs: SwiGLUKnobs | None, rounded: bool):
+    """The same function, silu `rounded` before its product or not."""
 
     def forward(gate: Tensor, up: Tensor) -> Tensor:
-        sizes = shape(node, gate, up)
+        sizes = {"N": gate.numel() // max(1, gate.shape[-1]), "F": gate.shape[-1]}
         chosen = knobs or SwiGLUKnobs.heuristic(sizes)
         out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         if out.numel() == 0:
@@ -110,6 +120,7 @@ def build(node: nn.Module, knobs: SwiGLUKnobs | None):
             out.numel(),
             F=sizes["F"],
             BLOCK=chosen.block,
+            ROUNDED=rounded,
             num_warps=chosen.warps,
         )
         return out
@@ -117,19 +128,24 @@ def build(node: nn.Module, knobs: SwiGLUKnobs | None):
     return forward
 
 
-def offline_cases() -> list[OfflineCase]:
-    """Beam's dense MLP on one of eight tensor-parallel ranks: a decode step and a prefill."""
+def cases(width: int, rows: tuple[int, int], rounded: bool) -> list[OfflineCase]:
+    """Few rows of that width, and many."""
     signature = {
         **dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16"),
         **dict.fromkeys(("gate_stride", "up_stride", "elements"), "i32:16"),
-        **dict.fromkeys(("F", "BLOCK"), "constexpr"),
+        **dict.fromkeys(("F", "BLOCK", "ROUNDED"), "constexpr"),
     }
-    cases = []
-    for rows in (1, 16384):
-        knobs = SwiGLUKnobs.heuristic({"N": rows, "F": 2560})
-        values = {"F": 2560, "BLOCK": knobs.block}
-        cases.append(OfflineCase(swiglu_kernel, signature, values, knobs.warps))
-    return cases
+    found = []
+    for count in rows:
+        knobs = SwiGLUKnobs.heuristic({"N": count, "F": width})
+        values = {"F": width, "BLOCK": knobs.block, "ROUNDED": rounded}
+        found.append(OfflineCase(swiglu_kernel, signature, values, knobs.warps))
+    return found
+
+
+def offline_cases() -> list[OfflineCase]:
+    """Beam's dense MLP on one of eight tensor-parallel ranks: a decode step and a prefill."""
+    return cases(2560, (1, 16384), rounded=False)
 
 
 CHANGE = Change(

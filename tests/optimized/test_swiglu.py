@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from optimized import rounded_swiglu
 from optimized.swiglu import CHANGE, SwiGLUKnobs
 from reference.beam import SwiGLU
+from reference.layers import RoundedSwiGLU
 from tests.optimized.kernel_checks import (
     DEVICE,
     all_knobs,
@@ -78,6 +80,20 @@ def test_one_rounding_more_would_be_noticed():
     gate, up = bf16(64, 256, seed=1), bf16(64, 256, seed=2)
     twice = F.silu(gate.float()).to(torch.bfloat16) * up
     assert not within(elements(twice), elements(NODE(gate, up)), others(gate, up))
+
+
+def rounded(gate, up, silu=F.silu):
+    return (silu(gate.float()).to(gate.dtype).float() * up.float()).to(gate.dtype)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0], ids="scale{}".format)
+def test_silu_rounded_before_its_product(scale):
+    gate, up = bf16(9, 80, scale=scale, seed=1), bf16(9, 80, seed=2)
+    node, change = RoundedSwiGLU(), rounded_swiglu.CHANGE
+    noise = [elements(rounded(gate, up, silu)) for silu in nudged(F.silu)]
+    found = run_triton(change, node, gate, up)
+    assert_within(elements(found), elements(node(gate, up)), noise)
+    assert not within(elements(NODE(gate, up)), elements(node(gate, up)), noise)
 
 
 def test_guard_says_why():
