@@ -161,8 +161,9 @@ def hashes(change_file: Path, model_file: Path, generated: str | None) -> Hashes
     )
 
 
-def imported(start: Path, package: str) -> set[Path]:
-    """`start` and every file of the top-level `package` that it imports, directly or not."""
+def imported(start: Path, package: str, root: Path = ROOT) -> set[Path]:
+    """`start` and every file of the top-level `package` of the tree at `root` that it imports,
+    directly or not."""
     found, todo = set[Path](), [start.resolve()]
     while todo:
         path = todo.pop()
@@ -170,7 +171,7 @@ def imported(start: Path, package: str) -> set[Path]:
             continue
         found.add(path)
         for name in _modules(ast.parse(path.read_text())):
-            file = ROOT / f"{name.replace('.', '/')}.py"
+            file = root / f"{name.replace('.', '/')}.py"
             if name.split(".")[0] == package and file.is_file():
                 todo.append(file)
     return found

@@ -39,6 +39,9 @@ class Git:
     """The repository that `root` is a checkout or a worktree of."""
 
     root: Path
+    # Where git keeps what it knows of the checkout; None: git finds it, by a file that whoever
+    # writes there can change.
+    git_dir: Path | None = None
 
     @classmethod
     def open(cls, root: Path) -> "Git":
@@ -63,13 +66,15 @@ class Git:
         settings = [word for setting in SETTINGS for word in ("-c", setting)]
         if fallback_identity:
             settings += self._identity()
+        if self.git_dir is not None:
+            settings += [f"--git-dir={self.git_dir}", f"--work-tree={self.root}"]
         command = ["git", *settings, *map(str, words)]
         try:
             done = subprocess.run(
                 command, cwd=self.root, env=_environment(), stdin=subprocess.DEVNULL,
                 capture_output=True,
             )  # fmt: skip
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             what = "git is not on PATH; install it" if self.root.is_dir() else f"no {self.root}"
             raise UserError(what) from error
         if done.returncode not in allowed:

@@ -56,6 +56,7 @@ class Bundle:
     kept: Kept
     parents: tuple[str, ...]  # what the change stands on
     subject: str
+    body: str  # of the commit: device, before, after, interval
     patch: str | None
     obstacle: str | None
     plan: str  # the plan's path in the repository
@@ -133,12 +134,14 @@ def _stacked(run: Run, kept: list[Kept]) -> Iterator[Bundle]:
             kept=change,
             parents=tuple(k.name for k in kept[:number]),
             subject=_subject(run, change),
+            body="",
             patch=None,
             obstacle=change.ground.obstacle or missing or None,
             plan=plan,
             evidence=f"{plan.removesuffix('.toml')}/{slug}.json",
             files={},
         )
+        bundle = replace(bundle, body=_body(run, bundle))
         if bundle.obstacle is None:
             before = {**change.ground.before, **tree}
             label = Path(model).name if model.endswith(".py") else model
@@ -154,7 +157,7 @@ def _stacked(run: Run, kept: list[Kept]) -> Iterator[Bundle]:
                 before,
                 tree,
                 subject=bundle.subject,
-                body=_body(run, bundle),
+                body=bundle.body,
                 time_s=change.time_s,
             )
             bundle = replace(bundle, patch=made, files=tree)
