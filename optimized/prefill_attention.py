@@ -191,7 +191,8 @@ def build_views(node: Any, knobs: None):
 
 
 def offline_cases() -> list[OfflineCase]:
-    """A TP8 rank of Beam: 6 query heads on 1 KV head; causal over 98K, and a window of 512."""
+    """One of eight tensor-parallel ranks: 6 query heads on a KV head of 128, 8 on one of 64; causal
+    over a long sequence, and a window."""
     pointers = {f"{name}_ptr": "*bf16" for name in ("q", "k", "v", "out")}
     pointers |= {"mask_ptr": "*u8", "bits_ptr": "*i64"}
     pointers |= {"blocks_ptr": "*i32", "counts_ptr": "*i32"}
@@ -200,17 +201,23 @@ def offline_cases() -> list[OfflineCase]:
     strides["mask_row"] = "i32:16"
     sizes = {"T": "i32:16", "S": "i32:16", "scale": "fp32"}
     cases = []
-    for masked in (0, 1):
-        knobs = PrefillKnobs.heuristic({"G": 6, "d": 128, "masked": masked})
-        values: dict[str, Any] = {"G": 6, "DIM": 128, "ROWS": knobs.rows, "BLOCK": knobs.block}
-        values |= {"STAGES": knobs.stages, "MASKED": bool(masked)}
+
+    def case(kernel: Any, warps: int, values: dict[str, Any]) -> OfflineCase:
         kinds = {**pointers, **strides, **sizes, **dict.fromkeys(values, "constexpr")}
-        signature = {n: kinds[n] for n in prefill_attention_kernel.arg_names if n != "PDL"}
-        cases.append(OfflineCase(prefill_attention_kernel, signature, values, knobs.warps))
-    values = {"TOKENS": knobs.rows // 6, "TOKEN_ROWS": 32, "WORD": WORD, "WORDS": WORDS}
-    kinds = {**pointers, **strides, **sizes, **dict.fromkeys(values, "constexpr")}
-    signature = {name: kinds[name] for name in live_blocks_kernel.arg_names if name != "PDL"}
-    return [*cases, OfflineCase(live_blocks_kernel, signature, values, LIST_WARPS)]
+        signature = {n: kinds[n] for n in kernel.arg_names if n != "PDL"}
+        return OfflineCase(kernel, signature, values, warps)
+
+    for group, dim in ((6, 128), (8, 64)):
+        for masked in (0, 1):
+            knobs = PrefillKnobs.heuristic({"G": group, "d": dim, "masked": masked})
+            values = {"G": group, "DIM": dim, "ROWS": knobs.rows, "BLOCK": knobs.block}
+            values |= {"STAGES": knobs.stages, "MASKED": bool(masked)}
+            cases.append(case(prefill_attention_kernel, knobs.warps, values))
+        tokens = knobs.rows // group
+        values = {"TOKENS": tokens, "TOKEN_ROWS": triton.next_power_of_2(tokens)}
+        values |= {"WORD": WORD, "WORDS": WORDS}
+        cases.append(case(live_blocks_kernel, LIST_WARPS, values))
+    return cases
 
 
 CHANGE = Change(
