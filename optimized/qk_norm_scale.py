@@ -74,6 +74,7 @@ CHANGE = Change(
             knobs=QKKnobs,
             shape=sizes,
         ),
-        inductor_implementation(),
+        # On CUDA, Inductor of PyTorch 2.11 rounds once where q is normed and then scaled.
+        inductor_implementation(devices=("cpu",)),
     ),
 )
