@@ -98,7 +98,11 @@ def add_bench(command: argparse.ArgumentParser) -> None:
         "--against", nargs="+", default=[], metavar="NAME", help="peers, by how their names begin"
     )
     command.add_argument("--cold-l2", action="store_true", help="single calls after a flush")
-    command.add_argument("--plan", metavar="FILE|RUN", help="changes that are applied, and knobs")
+    command.add_argument(
+        "--plan",
+        metavar="FILE|RUN|auto",
+        help="changes that are applied, and knobs; auto: what optimized/plans/ has for this device",
+    )
     command.add_argument(
         "--beyond-domain", action="store_true", help="the plan's changes also where not tested"
     )

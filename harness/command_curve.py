@@ -19,9 +19,9 @@ from optimized.change import share
 def curves(a: argparse.Namespace) -> int:
     """Times the reference, and beside it the plan's changes where a plan is given."""
     deadline = time.monotonic() + 60 * a.budget_minutes
-    plan = load_plan(a.plan)
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     here = environment(workload.device)
+    plan = load_plan(a.plan, workload.name, here.device_name)
     progress(f"{workload.name} {workload.preset} on {here.device_name}")
     said = Said()
     logging.getLogger("optimized").addHandler(said)

@@ -10,10 +10,12 @@ from typing import Any
 from harness import cli
 from harness.bench_peers import COMPILED, TORCH, PeerBench, PeerRow
 from harness.bench_verdicts import PeerVerdict, verdicts
+from harness.certificate import ROOT
 from harness.environment import environment
 from harness.errors import ExitCode, UserError
 from harness.workload import Workload
 from optimized.plan import Plan
+from optimized.plan_text import AUTO, place
 
 ROWS = {"cuda": (1, 8, 128, 16384), "cpu": (1, 8)}
 NAME = "peers.json"
@@ -30,7 +32,7 @@ def peers(a: argparse.Namespace) -> int:
     bench = PeerBench(
         workload,
         deadline=deadline,
-        plan=load_plan(a.plan),
+        plan=load_plan(a.plan, workload.name, here.device_name),
         cold_l2=a.cold_l2,
         pair_s=a.seconds,
         against=a.against,
@@ -111,11 +113,14 @@ def us(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def load_plan(given: str | None) -> Plan | None:
-    """The plan in a file, or of a run's directory."""
+def load_plan(given: str | None, model: str, device: str) -> Plan | None:
+    """The plan in a file, or of a run's directory, or, for "auto", the one that the repository
+    keeps for `model` on the device of that name."""
     if given is None:
         return None
-    path = Path(given)
+    path = ROOT / place(model, device) if given == AUTO else Path(given)
+    if given == AUTO and not path.exists():
+        raise UserError(f"there is no {path.relative_to(ROOT)}; name a plan's file, or a run")
     path = path / "plan.toml" if path.is_dir() else path
     try:
         return Plan.load(path)

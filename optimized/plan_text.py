@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from optimized.domain import Domain
 
 FOLDER = "optimized/plans"
+AUTO = "auto"  # in place of a file: what the repository keeps for the model and the device
 
 
 class Line(Protocol):

@@ -102,9 +102,12 @@ def test_a_clean_clone_takes_both_in_order_and_reproduces_the_certificate(made, 
         "from harness.certify import hashes_of; from harness.workload import Workload; "
         "there = taken_in(Certificate.load(Path(sys.argv[1]))); "
         "here = hashes_of(there.change.name, Workload.load(there.model, 'toy', 'cpu'), None); "
-        "print(changed_hashes(there.hashes, here))"
+        "print(changed_hashes(there.hashes, here)); "
+        "from harness.command_peers import load_plan; "
+        "plan = load_plan('auto', there.model, there.environment.device_name); "
+        "print([line.change().region == there.region for line in plan.changes])"
     ), tmp_path / "certificate.json")  # fmt: skip
-    assert found.stdout == "['kernel: optimized/again_4.py']\n", found.stderr
+    assert found.stdout == "['kernel: optimized/again_4.py']\n[False, True]\n", found.stderr
 
 
 def test_the_second_does_not_apply_without_the_first(made, tmp_path):
