@@ -5,21 +5,15 @@ comes from a worker as data.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from agents.proposers.base import Context, Proposer, Suggestion, suggest
+from agents.proposers.base import Context, Proposer, Suggestion, suggest_file
 from harness.errors import UserError
 from harness.ledger import Ledger
-from harness.records import Proposal
-from optimized.change import Change, Contract
+from optimized.change import Change
 
 FOLDER = "changes"
 EVENT = "given"
-UNKNOWN = "unknown"  # region and backend of a file that tells neither
-NOTHING = Change(
-    name="", region=UNKNOWN, summary="", contract=Contract(numerics="exact"), implementations=()
-)
 
 # A change file's change, without code, and the backend for this device; None if it broke.
 Look = Callable[[str], tuple[Change, str] | None]
@@ -54,34 +48,10 @@ class Given:
 
     def __init__(self, files: Sequence[str], rest: Proposer, look: Look) -> None:
         self.files, self.rest, self.look = files, rest, look
-        # A proposer that needs the network says what for.
-        self.online: str = getattr(rest, "online", "")
 
     def propose(self, context: Context) -> list[Suggestion]:
         tried = {t.change for t in context.tried}
         for file in self.files:
             if file not in tried:
-                return [self.suggest(file, context)]
+                return [suggest_file(file, self.look(file), context)]
         return self.rest.propose(context)
-
-    def suggest(self, file: str, context: Context) -> Suggestion:
-        """Under its path as its name, by which plans and certificates find it again."""
-        seen = self.look(file)
-        change, backend = (NOTHING, UNKNOWN) if seen is None else seen
-        change = replace(change, name=file)
-        for opportunity in context.opportunities:
-            if opportunity.region == change.region:
-                share = context.free(change.region)
-                return suggest(opportunity, change, backend, change.summary, share)
-        proposal = Proposal(
-            change=file,
-            region=change.region,
-            backend=backend,
-            hypothesis=change.summary,
-            launches_saved=0,
-            bytes_saved=0,
-            predicted_us=0.0,
-            bound_us=0.0,
-            node_count=0,
-        )
-        return Suggestion(proposal=proposal, change=change)

@@ -8,13 +8,16 @@ from torch import nn
 
 from agents import controls
 from agents.budget import BudgetSpent
+from agents.calls import caller
+from agents.claude.desk import Desk
+from agents.claude.options import Options
 from agents.faults import Renew, card_is_lost
-from agents.given import UNKNOWN, Given
+from agents.given import Given
 from agents.history import MAX_DEATHS, Started
-from agents.measure import Steps
+from agents.measure import Steps, places
 from agents.policy import Decision, decide
-from agents.proposers.auto import PROPOSERS
-from agents.proposers.base import Context, Suggestion, Tried, suggest
+from agents.proposers.auto import make_proposer
+from agents.proposers.base import UNKNOWN, Agent, Context, Suggestion, Tried, suggest
 from agents.sandboxed import Gate, give_up_rights
 from agents.session import Session
 from agents.tuner import tune
@@ -45,11 +48,6 @@ class Outcome:
     steps: Steps | None = None
 
 
-def storages(model: nn.Module) -> list[int]:
-    """Where each parameter lies."""
-    return [p.data_ptr() for p in model.parameters()]
-
-
 class Loop:
     """Tries what `proposer` proposes until nothing is left, or a budget ends it."""
 
@@ -61,13 +59,15 @@ class Loop:
         given: Sequence[str] = (),
         *,
         require_sandbox: bool = False,
+        options: Options | None = None,
     ) -> None:
-        """Change files `given` are tried first. Neither they nor, with `require_sandbox`, any
-        candidate runs in this process before a worker's verdict."""
+        """Change files `given` are tried first. Neither they nor what a model writes (`options`)
+        nor, with `require_sandbox`, any candidate runs here before a worker's verdict."""
         self.session, self.require_sandbox = session, require_sandbox
         self.gate: Gate | None = None
-        self.given = given
-        self.proposer = Given(given, PROPOSERS[proposer](), self.look)
+        rest = make_proposer(proposer, Desk(session, self.open_gate), options)
+        self.agent = rest if isinstance(rest, Agent) else None
+        self.proposer = Given(given, rest, self.look)
         self.max_changes = max_changes
         self.workload, self.ledger = session.workload, session.ledger
         self.history, self.progress = session.history, session.progress
@@ -76,9 +76,11 @@ class Loop:
         """Work; returns why it ended: "done" or "budget"."""
         reason = "done"
         try:
-            if self.require_sandbox:  # first of all, for it may be refused
+            if self.agent is not None:
+                self.agent.connect()
+            if self.require_sandbox or self.agent is not None:  # before all else: may be refused
                 self.open_gate()
-                give_up_rights(self.ledger, self.progress.done, self.proposer.online)
+                give_up_rights(self.ledger, self.progress.done)
             self.session.prepare()
             self.offer_controls()
             self.search()
@@ -86,8 +88,9 @@ class Loop:
             self.progress.done(f"budget: {spent}", "yellow")
             reason = "budget"
         finally:
-            if self.gate is not None:
-                self.gate.close()
+            for opened in (self.agent, self.gate):
+                if opened is not None:
+                    opened.close()
         if self.history.changes_judged:
             self.session.finish()
         self.ledger.append("stopped", {"reason": reason})
@@ -96,7 +99,7 @@ class Loop:
     def open_gate(self) -> Gate:
         if self.gate is None:
             given = self.session.reference, self.workload, self.ledger, self.progress.done
-            self.gate = Gate(*given, required=self.require_sandbox)
+            self.gate = Gate(*given, required=self.require_sandbox, calls=caller(self.session))
         return self.gate
 
     def look(self, file: str) -> tuple[Change, str] | None:
@@ -237,7 +240,7 @@ class Loop:
         session, measure = self.session, self.session.measure
         change, backend = suggestion.change, suggestion.proposal.backend
         name = suggestion.proposal.change
-        foreign = name in self.given
+        foreign = suggestion.foreign
         if foreign or (self.require_sandbox and gated):
             self.progress.part("region verdict in the sandbox")
             seed = self.workload.seed + len(self.history.attempts)
@@ -260,10 +263,10 @@ class Loop:
             )
         enabled = Enabled(name=change.name, backend=backend, knobs=outcome.knobs)
         outcome.model = share(session.current)
-        where = storages(outcome.model)
+        where = places(outcome.model)
         self.progress.part("region verdict")
         apply_change(outcome.model, change, backend, make_knobs(change, enabled))
-        if storages(outcome.model) != where:
+        if places(outcome.model) != where:
             session.rebase()  # packing moved weights that a captured graph still points to
         seed = self.workload.seed + len(self.history.attempts)
         outcome.region_verdict = judge_with_domain(

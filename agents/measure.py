@@ -172,3 +172,8 @@ class Measure:
 
     def run_decode(self, model: nn.Module) -> Callable[[], object]:
         return lambda: model(*self.inputs(DECODE).args)
+
+
+def places(model: nn.Module) -> list[int]:
+    """Where each parameter lies."""
+    return [p.data_ptr() for p in model.parameters()]

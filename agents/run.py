@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agents.claude import options, secrets
 from agents.pulse import Pulse
 from harness import cli
 from harness.errors import ExitCode, UserError
@@ -33,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--preset", default="auto", help="a size of the model; auto picks by the device")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    p.add_argument("--proposer", default="auto", help="auto, catalog or inductor")
+    p.add_argument(
+        "--proposer", default="auto", help="auto, catalog, inductor, claude or replay:FILE"
+    )
     p.add_argument("--max-changes", type=int, help="stop after so many judged changes")
     p.add_argument("--budget-minutes", type=float, help="stop when so much time is used up")
     p.add_argument(
@@ -69,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    options.add(p)
     """Run in this process, which nothing watches."""
     arguments = words(argv)
     return live(arguments, arguments.resume, 0.0, Pulse())
@@ -87,6 +91,8 @@ def supervised(argv: list[str] | None = None) -> int:
 
 def words(argv: list[str] | None) -> argparse.Namespace:
     """The command line, checked as far as it can be without PyTorch."""
+    if options.writes_code(arguments):
+        secrets.take()  # before the run's processes are forked
     arguments = parser().parse_args(argv)
     check(arguments)
     if arguments.resume is not None:
@@ -122,6 +128,7 @@ def check(a: argparse.Namespace) -> None:
     if a.resume is not None and a.run_dir is not None:
         raise UserError("--resume names the run's directory already; leave --run-dir out")
 
+    options.check(a)
 
 def recall(a: argparse.Namespace, ledger: Ledger) -> None:
     """A continued run goes on with what it was started with."""
@@ -134,7 +141,9 @@ def recall(a: argparse.Namespace, ledger: Ledger) -> None:
         )
     for name in ("target", "model", "preset", "device", "proposer", "seed"):
         setattr(a, name, run[name])
-    a.require_sandbox |= bool((run.get("options") or {}).get("require_sandbox"))
+    known = run.get("options") or {}
+    a.require_sandbox |= bool(known.get("require_sandbox"))
+    options.recall(a, known)
 
 
 def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pulse) -> int:
@@ -143,14 +152,14 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
     from agents.loop import Loop
     from agents.measure import DEFAULTS
     from agents.progress import Progress
-    from agents.proposers.auto import PROPOSERS
+    from agents.proposers.auto import require_known
     from agents.session import Session
     from harness.workload import Workload
     from reports.terminal import print_run
     from reports.write import write_reports
 
-    if a.proposer not in PROPOSERS:
-        raise UserError(f"unknown proposer {a.proposer!r}; choose one of {', '.join(PROPOSERS)}")
+    require_known(a.proposer)
+    limits = options.of(a)
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     workload.target(a.target)
     require_compiler()
@@ -172,7 +181,14 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
     progress.done(summary)
     try:
         session = Session(workload, ledger, a.target, budget, progress, other_card=a.other_card)
-        loop = Loop(session, a.proposer, a.max_changes, given, require_sandbox=a.require_sandbox)
+        loop = Loop(
+            session,
+            a.proposer,
+            a.max_changes,
+            given,
+            require_sandbox=a.require_sandbox,
+            options=limits,
+        )
         reason = loop.run()
     except KeyboardInterrupt:
         ledger.append("stopped", {"reason": "interrupted"})
@@ -250,3 +266,4 @@ def start(a: argparse.Namespace, workload: "Workload") -> Ledger:
 
 if __name__ == "__main__":
     sys.exit(cli.run(supervised))
+                **options.recorded(a),

@@ -13,33 +13,38 @@ from pathlib import Path
 from torch import nn
 
 from harness import confined
+from harness.bench_jobs import Job
+from harness.cases import storages
 from harness.cli import CACHES
 from harness.errors import UserError
 from harness.judge import judge_region
 from harness.ledger import Ledger
 from harness.observe import CandidateError
+from harness.outside import Bursts, call_slots, memoises
 from harness.protections import describe
 from harness.records import Verdict
+from harness.remote import Candidate
 from harness.sandbox import Sandbox
 from harness.sandboxed import broken
 from harness.workload import Workload
 from optimized.change import Change
 
 OWN_PROCESS = "own_process"  # the ledger's event
+COUNTED = 3  # calls on different values, some repeated, whose operators are counted
 # Where compilers of libraries keep what they made, if they have; the rest of HOME is closed.
 LIBRARY_CACHES = ".nv/ComputeCache", ".cache/flashinfer", ".cache/torch_extensions"
 
 
-def give_up_rights(ledger: Ledger, say: Callable[[str], None], online: str) -> None:
+def give_up_rights(ledger: Ledger, say: Callable[[str], None]) -> None:
     """From here on the run's own process writes in its directory, its caches and the folder for
-    temporary files only, and reaches no network unless `online` says what for."""
+    temporary files only, and reaches no network; who needs one has a process of its own by now."""
     os.environ.setdefault("MPLCONFIGDIR", str((ledger.directory / "cache/matplotlib").resolve()))
     caches = [Path(os.environ[name]) for name in (*CACHES, "MPLCONFIGDIR") if name in os.environ]
     for path in caches:
         path.mkdir(parents=True, exist_ok=True)
     library = [Path.home() / name for name in LIBRARY_CACHES]
     folders = [ledger.directory, Path(tempfile.gettempdir()), *caches, *library]
-    rows = confined.give_up(folders, online=online)
+    rows = confined.give_up(folders)
     ledger.append(OWN_PROCESS, {"protections": [row.to_json() for row in rows]})
     say(f"the run's own process: {confined.describe(rows)}")
 
@@ -58,8 +63,10 @@ class Gate:
         say: Callable[[str], None],
         *,
         required: bool = True,
+        calls: Callable[[str], list[Job]] | None = None,
     ) -> None:
-        self.reference, self.workload = reference, workload
+        """`calls` are those of a region in the timed steps, on which it must not be remembered."""
+        self.reference, self.workload, self.calls = reference, workload, calls
         self.sandbox = Sandbox(reference, workload.device, model=workload.name, required=required)
         try:
             self.sandbox.open(None).close()
@@ -101,7 +108,23 @@ class Gate:
                 self.workload,
                 seed,
             )
+            if verdict.passed and (told := self.remembers(candidate)) is not None:
+                candidate.findings.setdefault(told)
             verdict = candidate.judged(verdict)
         finally:
             candidate.close()
         return candidate.judged(verdict) if verdict.passed else verdict
+
+    def remembers(self, candidate: Candidate) -> str | None:
+        """That a call of the timed step does less on values that it has just seen, or None."""
+        if self.calls is None or candidate.change is None:
+            return None
+        try:
+            job = self.calls(candidate.change.region)[0]
+            fixed, seed = storages(self.reference), self.workload.seed
+            slots, redraw = call_slots(job.calls[0], fixed, seed, COUNTED)
+            return memoises(Bursts(candidate, job.names[0], slots, redraw))
+        except ValueError:
+            return None  # no step calls it
+        except CandidateError as error:
+            return f"while its operators were counted: {error}"

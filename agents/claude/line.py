@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from agents.claude import secrets
 from agents.claude.received import Received
 from harness.errors import UserError
 
@@ -32,18 +33,20 @@ Tell = Callable[..., None]
 
 
 def require_key() -> None:
-    """UserError where the environment has no key."""
-    if not any(os.environ.get(name) for name in KEYS):
+    """UserError where the environment had no key."""
+    if not any(os.environ.get(name) or secrets.TAKEN.get(name) for name in KEYS):
         raise UserError(f"no key for the Messages API; set {KEYS[0]}")
 
 
 class Line:
-    """The run's end. `hear` is told each `alive` and `retry`."""
+    """The run's end. `hear` is told each `alive` and `retry`; `forgotten` are the variables that
+    this process had and the other one has now."""
 
     def __init__(self, hear: Callable[[dict[str, Any]], None], first_wait_s: float = FIRST_WAIT_S):
-        """UserError where there is no key."""
+        """UserError where there is no key. Secrets go by pipe: an environment can be looked at."""
         self.hear, self.first_wait_s = hear, first_wait_s
         require_key()
+        secrets.take()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "agents.claude.line"],
             cwd=ROOT,
@@ -51,6 +54,11 @@ class Line:
             stdout=subprocess.PIPE,
             text=True,
         )
+        assert self.process.stdin is not None
+        secret = secrets.hand_over()
+        self.process.stdin.write(json.dumps(secret) + "\n")
+        self.process.stdin.flush()
+        self.forgotten = tuple(sorted(secret))
         self.address = str(self._read()["ready"])
 
     def ask(self, request: dict[str, Any], patience_s: float = PATIENCE_S) -> dict[str, Any]:
@@ -86,9 +94,10 @@ class Line:
 
 
 def serve(orders: IO[str], tell: Tell) -> None:
-    """Answer orders until there are no more."""
+    """Answer orders, after a first line with the secrets, until there are no more."""
     import anthropic
 
+    os.environ.update(json.loads(orders.readline()))
     timeout = anthropic.Timeout(SILENCE_S, connect=10.0)
     client = anthropic.Anthropic(max_retries=0, timeout=timeout)
     tell(ready=str(client.base_url))

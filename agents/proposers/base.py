@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
 from harness.records import Proposal
-from optimized.change import Change, nodes, reached
+from optimized.change import Change, Contract, nodes, reached
 from traces.opportunities import Opportunity
 
 
@@ -68,10 +68,12 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """A proposal with the change that carries it out."""
+    """A proposal with the change that carries it out; the code of a `foreign` one must not run here
+    before a sandboxed verdict, and is loaded from the file that it is named by."""
 
     proposal: Proposal
     change: Change
+    foreign: bool = False
 
 
 class Proposer(Protocol):
@@ -80,6 +82,50 @@ class Proposer(Protocol):
     def propose(self, context: Context) -> list[Suggestion]:
         """Changes worth trying now, best first; empty when there is nothing left."""
         ...
+
+
+@runtime_checkable
+class Agent(Protocol):
+    """A proposer of changes that somebody writes while the run goes on."""
+
+    def connect(self) -> None:
+        """Before this process gives up the network."""
+        ...
+
+    def close(self) -> None: ...
+
+
+UNKNOWN = "unknown"  # region and backend of a file that tells neither
+NOTHING = Change(
+    name="", region=UNKNOWN, summary="", contract=Contract(numerics="exact"), implementations=()
+)
+
+
+def suggest_file(
+    file: str, seen: tuple[Change, str] | None, context: Context, hypothesis: str = ""
+) -> Suggestion:
+    """A change file, of which a worker of the sandbox told `seen`: under its path as its name, by
+    which plans and certificates find it again."""
+    change, backend = (NOTHING, UNKNOWN) if seen is None else seen
+    change = replace(change, name=file)
+    hypothesis = hypothesis or change.summary
+    for opportunity in context.opportunities:
+        if opportunity.region == change.region:
+            share = context.free(change.region)
+            found = suggest(opportunity, change, backend, hypothesis, share)
+            return replace(found, foreign=True)
+    proposal = Proposal(
+        change=file,
+        region=change.region,
+        backend=backend,
+        hypothesis=hypothesis,
+        launches_saved=0,
+        bytes_saved=0,
+        predicted_us=0.0,
+        bound_us=0.0,
+        node_count=0,
+    )
+    return Suggestion(proposal=proposal, change=change, foreign=True)
 
 
 def suggest(

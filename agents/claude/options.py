@@ -1,0 +1,109 @@
+"""What a run's model may use up and how it is asked: flags, environment, and the ledger's record of
+them. Torch-free."""
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agents.claude.line import require_key
+from agents.claude.spend import Purse
+from harness.errors import UserError
+from harness.records import Record
+
+CLAUDE, REPLAY = "claude", "replay:"
+MODEL = "claude-opus-5-5"
+EFFORTS = "low", "medium", "high", "xhigh", "max"
+FLAGS = "llm_model", "effort", "budget_usd", "budget_tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Record):
+    model: str
+    effort: str | None
+    budget_usd: float | None
+    budget_tokens: int | None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of each request."""
+        found: dict[str, Any] = {"model": self.model}
+        if self.effort is not None:
+            found["output_config"] = {"effort": self.effort}
+        return found
+
+    def purse(self) -> Purse:
+        return Purse(model=self.model, most_usd=self.budget_usd, most_tokens=self.budget_tokens)
+
+
+def add(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group("a language model (--proposer claude)")
+    group.add_argument(
+        "--llm-model", help=f"by default ANTHROPIC_MODEL of the environment, or {MODEL}"
+    )
+    group.add_argument(
+        "--effort", choices=EFFORTS, help="by default ANTHROPIC_EFFORT, or the model's own"
+    )
+    group.add_argument("--budget-usd", type=float, help="stop before more than this is spent")
+    group.add_argument("--budget-tokens", type=int, help="stop before more tokens are used")
+
+
+def check(a: argparse.Namespace) -> None:
+    """UserError for what cannot work."""
+    for flag in ("budget_usd", "budget_tokens"):
+        if getattr(a, flag) is not None and getattr(a, flag) <= 0:
+            name = flag.replace("_", "-")
+            raise UserError(f"--{name} is {getattr(a, flag):g}; give a number above 0")
+    if a.proposer is not None and a.proposer.startswith(REPLAY):
+        file = Path(a.proposer.removeprefix(REPLAY))
+        if not file.is_file():
+            raise UserError(f"no trajectory at {file}; a run with a model leaves one in its agent/")
+        a.proposer = f"{REPLAY}{file.resolve()}"
+
+
+def writes_code(a: argparse.Namespace) -> bool:
+    """Whether what is tried comes from a model."""
+    return a.proposer == CLAUDE or a.proposer.startswith(REPLAY)
+
+
+def of(a: argparse.Namespace) -> Options | None:
+    """For the proposers that need them; None for the others. UserError without key or budget."""
+    if a.proposer != CLAUDE:
+        return None
+    effort = a.effort or os.environ.get("ANTHROPIC_EFFORT") or None
+    if effort not in (None, *EFFORTS):
+        raise UserError(f"ANTHROPIC_EFFORT is {effort!r}; choose one of {', '.join(EFFORTS)}")
+    options = Options(
+        model=a.llm_model or os.environ.get("ANTHROPIC_MODEL") or MODEL,
+        effort=effort,
+        budget_usd=a.budget_usd,
+        budget_tokens=a.budget_tokens,
+    )
+    options.purse()  # which says what is missing
+    require_key()
+    return options
+
+
+def recorded(a: argparse.Namespace) -> dict[str, Any]:
+    """For the ledger: what a continued run goes on with."""
+    options = of(a)
+    if options is None:
+        return {}
+    return {
+        "llm_model": options.model,
+        "effort": options.effort,
+        "budget_usd": options.budget_usd,
+        "budget_tokens": options.budget_tokens,
+    }
+
+
+def recall(a: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Budgets may be given anew; model and effort are those that the run began with."""
+    for name in FLAGS:
+        known, given = options.get(name), getattr(a, name)
+        if name in ("llm_model", "effort") and known is not None and given not in (None, known):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"this run was begun with {flag} {known}; leave {flag} out")
+        if given is None:
+            setattr(a, name, known)

@@ -1,0 +1,111 @@
+"""Proposes what a language model writes. It works through tools (`agents.claude.desk`) until it
+submits a change file, which is tried as any foreign one: after a sandboxed verdict."""
+
+from pathlib import Path
+from typing import Any
+
+from agents.claude.desk import Desk
+from agents.claude.line import Line
+from agents.claude.options import CLAUDE, Options
+from agents.claude.spend import Spent
+from agents.claude.talk import Answers, Talk
+from agents.claude.trajectory import Call, Event, Trajectory
+from agents.proposers.base import Context, Suggestion, suggest_file
+
+SYSTEM = (Path(__file__).parents[1] / "claude" / "system.md").read_text()
+SPENT = "agent_spent"  # the ledger's event
+
+
+class Claude:
+    name = CLAUDE
+
+    def __init__(self, desk: Desk, options: Options | None) -> None:
+        self.desk, self.options = desk, options
+        self.line: Line | None = None
+        self.talk: Talk | None = None
+        self.purse = None if options is None else options.purse()
+
+    def connect(self) -> None:
+        """Open the line, which takes the key and every other secret out of this process."""
+        self.line = Line(self.hear)
+        model = self.options.model if self.options else ""
+        self.desk.session.progress.done(
+            f"the model: {model} at {self.line.address}; this process has forgotten "
+            f"{', '.join(self.line.forgotten)}"
+        )
+
+    def answers(self) -> Answers:
+        assert self.line is not None  # connect() opened it
+        return self.line
+
+    def begin(self) -> Talk:
+        session = self.desk.session
+        return Talk(
+            self.answers(),
+            self.desk,
+            Trajectory.of_run(session.directory),
+            SYSTEM,
+            self.options.settings if self.options else {},
+            purse=self.purse,
+            budget=session.budget,
+            replied=self.replied,
+        )
+
+    def hear(self, told: dict[str, Any]) -> None:
+        """From the line, while an answer is awaited."""
+        progress = self.desk.session.progress
+        if "retry" not in told:
+            progress.part(told["alive"])
+            return
+        progress.done(f"{told['retry']}; again in {told['wait_s']:g} s", "yellow")
+        assert self.talk is not None
+        self.talk.note("retry", **told)
+
+    def replied(self, call: Call, event: Event) -> None:
+        first = next(iter(event["text"].splitlines()), "")
+        self.desk.session.progress.done(f"model: {call.brief}: {first[:160]}", "dim")
+
+    def propose(self, context: Context) -> list[Suggestion]:
+        """The change that the model submits next, or nothing when it came to its end."""
+        self.desk.context = context
+        self.talk = self.talk or self.begin()
+        self.desk.session.progress.stage("the model works on a change")
+        try:
+            found = self.talk.next()
+        finally:
+            self.account(self.talk)
+        if found is None:
+            self.finished(self.talk)
+            return []
+        file, hypothesis = found
+        self.charge(file, self.talk.said.spent)
+        return [suggest_file(file, self.desk.look(file), context, hypothesis)]
+
+    def account(self, talk: Talk) -> None:
+        if self.purse is not None:
+            self.purse.spent = talk.said.spent
+            said = self.purse.describe()
+            self.desk.session.progress.done(
+                f"the model so far: {talk.said.answers} answers, {said}"
+            )
+
+    def finished(self, talk: Talk) -> None:
+        self.desk.session.progress.done(f"the model's work ended: {talk.said.ended}")
+
+    def charge(self, file: str, spent: Spent) -> None:
+        """Record what an attempt cost until it was submitted, once."""
+        ledger, before = self.desk.ledger, Spent()
+        for event in ledger.events():
+            if event.kind == SPENT:
+                before = Spent.from_json(event.data["total"])
+                if event.data["file"] == file:
+                    return
+        price = None if self.purse is None else self.purse.price
+        own = spent - before
+        usd = None if price is None else round(own.usd(price), 6)
+        data = {"file": file, "spent": own.to_json(), "usd": usd, "total": spent.to_json()}
+        ledger.append(SPENT, data)
+
+    def close(self) -> None:
+        if self.line is not None:
+            self.line.close()

@@ -1,0 +1,91 @@
+"""`python -m agents.run` with short measurements, for runs with a scripted model.
+
+`begun` is a run of the toy model as it stands when its first change is due.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agents import measure, run
+from agents.claude.trajectory import FOLDER, NAME, Trajectory
+from agents.proposers.replay import Replay  # noqa: F401 - imported before lives begin
+from harness import cli
+from harness.ledger import Ledger
+from harness.records import Attempt
+from harness.workload import Workload
+from tests.agents import killers
+from tests.agents.fake_api import KEY, FakeApi
+
+ROOT = Path(__file__).parents[2]
+SECRET = "a-secret-of-the-environment"
+
+
+def begun(directory: Path, proposer: str) -> Path:
+    ledger = killers.begun(directory)
+    text = ledger.path.read_text()
+    ledger.path.write_text(text.replace('"proposer": "killers"', f'"proposer": "{proposer}"', 1))
+    return directory
+
+
+def environment(api: FakeApi | None) -> dict[str, str]:
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MY_SECRET": SECRET}
+    if api is not None:
+        own |= {"ANTHROPIC_API_KEY": KEY, "ANTHROPIC_BASE_URL": api.url}
+    kept = {n: v for n, v in os.environ.items() if not n.startswith("ANTHROPIC_")}
+    return {**kept, **own}
+
+
+def goes_on(
+    directory: Path, api: FakeApi | None, *more: str, killed: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """The run in `directory`, in a process of its own, until it ends. With `killed` nobody watches
+    it, and it is killed once it has written such an event of its trajectory (`result:verify`: the
+    result of that tool)."""
+    line = [sys.executable, __file__, "--resume", str(directory), "--budget-minutes", "10", *more]
+    own = {**environment(api), "KILLED": killed}
+    return subprocess.run(line, env=own, capture_output=True, text=True)
+
+
+def attempts(directory: Path) -> list[Attempt]:
+    decided = Ledger.open(directory).all("attempt", Attempt)
+    return [a for a in decided if a.control is None]
+
+
+def trajectory(directory: Path) -> list[dict]:
+    return list(Trajectory(directory / FOLDER / NAME).events())
+
+
+def results(directory: Path) -> list[str]:
+    """What the tools said, in order."""
+    return [e["text"] for e in trajectory(directory) if e["kind"] == "result"]
+
+
+def die_after(what: str) -> None:
+    kind, _, name = what.partition(":")
+    append = Trajectory.append
+
+    def appending(self: Trajectory, *args: Any, **data: Any) -> Any:
+        event = append(self, *args, **data)
+        if event["kind"] == kind and name in ("", event.get("name")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return event
+
+    Trajectory.append = appending
+
+
+def main(words: Sequence[str]) -> int:
+    measure.SHARES.update(decode=(0.02, 0.2), prefill=(0.02, 0.2))
+    Workload.load(killers.TOY, "toy", "cpu", 0)  # each life would import what this does
+    if killed := os.environ.get("KILLED"):
+        die_after(killed)
+        return cli.run(lambda: run.main(list(words)))
+    return cli.run(lambda: run.supervised(list(words)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
