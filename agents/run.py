@@ -66,13 +66,13 @@ def parser() -> argparse.ArgumentParser:
         help="run no change here before a sandboxed verdict; refuse if a protection is missing",
     )
     p.add_argument("--seed", type=int, default=0, help="seed of weights, inputs and cases")
+    options.add(p)
     p.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
     p.add_argument("--json", action="store_true", help="print summary.json on stdout")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
-    options.add(p)
     """Run in this process, which nothing watches."""
     arguments = words(argv)
     return live(arguments, arguments.resume, 0.0, Pulse())
@@ -85,14 +85,14 @@ def supervised(argv: list[str] | None = None) -> int:
         return live(arguments, arguments.resume, 0.0, Pulse())
     from agents.supervised import Supervisor
 
+    if options.writes_code(arguments):
+        secrets.take()  # before the run's processes are forked
     begin = partial(live, arguments)
     return Supervisor(begin, arguments.resume, arguments.stall_minutes).run()
 
 
 def words(argv: list[str] | None) -> argparse.Namespace:
     """The command line, checked as far as it can be without PyTorch."""
-    if options.writes_code(arguments):
-        secrets.take()  # before the run's processes are forked
     arguments = parser().parse_args(argv)
     check(arguments)
     if arguments.resume is not None:
@@ -122,13 +122,13 @@ def check(a: argparse.Namespace) -> None:
     for file in a.change:
         if file.suffix != ".py" or not file.is_file():
             raise UserError(f"no change file at {file}; give the path of a .py file")
+    options.check(a)
     names = [file.name for file in a.change]
     if double := next((n for n in names if names.count(n) > 1), None):
         raise UserError(f"two change files are called {double}; rename one")
     if a.resume is not None and a.run_dir is not None:
         raise UserError("--resume names the run's directory already; leave --run-dir out")
 
-    options.check(a)
 
 def recall(a: argparse.Namespace, ledger: Ledger) -> None:
     """A continued run goes on with what it was started with."""
@@ -256,6 +256,7 @@ def start(a: argparse.Namespace, workload: "Workload") -> Ledger:
                 "max_changes": a.max_changes,
                 "budget_minutes": a.budget_minutes,
                 **({"require_sandbox": True} if a.require_sandbox else {}),
+                **options.recorded(a),
             },
             "workload": {kind: target.describe() for kind, target in targets.items()},
             "command": "python -m agents.run " + " ".join(sys.argv[1:]),
@@ -266,4 +267,3 @@ def start(a: argparse.Namespace, workload: "Workload") -> Ledger:
 
 if __name__ == "__main__":
     sys.exit(cli.run(supervised))
-                **options.recorded(a),
