@@ -101,6 +101,8 @@ class Run:
     closing_verdict: Verdict | None = None  # on every layer of the model as it ended
     protections: tuple[Protection, ...] = ()  # of the sandbox, if candidates were judged in one
     own_process: tuple[Protection, ...] = ()  # what holds where accepted candidates are timed
+    points: dict[str, str] = field(default_factory=dict)  # fingerprints by rounding point
+    unstable: tuple[str, ...] = ()  # those of them that differ from run to run
     stopped: str | None = None  # "done", "budget", "interrupted"; None: not stopped by itself
     in_progress: str | None = None  # a change that was started and has no outcome
 
@@ -264,6 +266,7 @@ def _started(run: Run, data: dict[str, Any]) -> None:
 def _attempt(run: Run, data: dict[str, Any]) -> None:
     run.attempts.append(Attempt.from_json(data))
     run.in_progress = run.final = run.closing_verdict = None
+    run.points, run.unstable = {}, ()
 
 
 def _measured(run: Run, data: dict[str, Any]) -> None:
@@ -296,6 +299,10 @@ def _timed(data: dict[str, Any], name: str = "") -> Measured:
     )
 
 
+def _fingerprint(run: Run, data: dict[str, Any]) -> None:
+    run.points, run.unstable = dict(data["points"]), tuple(data["unstable"])
+
+
 def _stopped(run: Run, data: dict[str, Any]) -> None:
     run.stopped = data["reason"]
 
@@ -323,6 +330,7 @@ _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
     "measured": _measured,
     "model_verdict": _model_verdict,
     "final": _final,
+    "fingerprint": _fingerprint,
     "stopped": _stopped,
     "resumed": _resumed,
 }
