@@ -47,6 +47,7 @@ __all__ = [
     "Experts",
     "Layer",
     "Linear",
+    "LogitCap",
     "MoE",
     "OutputGate",
     "ParallelProjection",
@@ -168,6 +169,19 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden, config.eps, config.dtype)
 
 
+class LogitCap(nn.Module):
+    """cap * tanh(logits / cap): [B, T, V] -> [B, T, V] fp32."""
+
+    region = "logit_cap"
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return self.cap * torch.tanh(logits.float() / self.cap)
+
+
 class Beam(nn.Module):
     """forward(ids [B, T], positions [B, T], cache) -> logits [B, 1, V] fp32 of each last token.
 
@@ -181,6 +195,7 @@ class Beam(nn.Module):
         self.tables = StepTables(config)
         self.model = Decoder(config)
         self.lm_head = Linear(config.hidden, config.vocabulary, config.dtype)
+        self.cap = LogitCap(config.soft_cap)
 
     def forward(
         self, ids: Tensor, positions: Tensor, cache: KVCache, logits: str = "last"
@@ -195,8 +210,7 @@ class Beam(nn.Module):
         if logits == "last" and x.shape[1] > 1:
             last = positions.argmax(dim=1)
             x = x[torch.arange(x.shape[0], device=x.device), last][:, None]
-        cap = self.config.soft_cap
-        return cap * torch.tanh(self.lm_head(x).float() / cap)
+        return self.cap(self.lm_head(x))
 
     def step(self, positions: Tensor, cache: KVCache) -> Step:
         causal = cache.ends_aligned and positions.shape[1] > 1
