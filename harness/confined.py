@@ -17,13 +17,11 @@ from harness.protections import Protection
 WRITES, NETWORK = "no writes outside its folders", "no network"
 
 
-def give_up(folders: Iterable[Path], *, online: str = "") -> tuple[Protection, ...]:
-    """For good: write in `folders` and to devices only, and open no internet sockets unless
-    `online` says what for. Which of the two are in force, and why one is not."""
+def give_up(folders: Iterable[Path]) -> tuple[Protection, ...]:
+    """For good: write in `folders` and to devices only, and open no internet sockets. Which of the
+    two are in force, and why one is not."""
     writable = [str(path) for path in (*folders, Path("/dev"))]
-    network = Mechanism(name="seccomp", in_force=False, why=online)
-    if not online:
-        network = attempt("seccomp", _no_network)
+    network = attempt("seccomp", _no_network)
     rows = (WRITES, attempt("landlock", lambda: _write_only(writable))), (NETWORK, network)
     return tuple(_protection(name, mechanism) for name, mechanism in rows)
 
