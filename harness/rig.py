@@ -34,7 +34,8 @@ from optimized.change import share
 from optimized.plan import Plan
 
 DEFAULTS = {"decode": "decode-bs1", "prefill": "prefill-8x2048"}
-MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that no weight of a place is zero
+# Odd constants that spread the number of a place over 64 bits (as splitmix64 does).
+MIX, MORE = 0x9E3779B97F4A7C15 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -130,7 +131,8 @@ def mark(tensor: Tensor) -> str:
         if flat.dtype == torch.bool
         else flat.view(PATTERNS[flat.element_size()])
     )
-    weights = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.int64) * MIX | 1
+    places = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.int64) * MIX
+    weights = (places ^ (places >> 31)) * MORE | 1
     total = int(((bits.to(torch.int64) + 1) * weights).sum()) & (1 << 64) - 1
     return f"{total:016x} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from harness import cli
 from harness.certificate import ROOT
 from harness.errors import ExitCode, UserError
-from reports import curves, markdown, page, pr_open, pr_page
+from reports import ci, curves, markdown, page, pr_open, pr_page
 from reports.files import write_text
 from reports.run import Run
 from reports.write import write_pictures
@@ -45,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     figure.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="default: the same name with .svg"
     )
+    check = commands.add_parser("ci", help="the current run against a baseline; 1 on a regression")
+    ci.add_arguments(check)
     return p
 
 
@@ -54,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         svg = curves.figure(curves.load(arguments.file))
         print(write_text(arguments.output or arguments.file.with_suffix(".svg"), svg))
         return ExitCode.DONE
+    if arguments.command == "ci":
+        return ci.run(arguments)
     if arguments.command == "pr":
         return pull_requests(arguments)
     run = Run.load(arguments.run)

@@ -39,6 +39,7 @@ class Rig:
             [sys.executable, "-P", str(RIG)], cwd=tree, env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
         )  # fmt: skip
+        self.first: dict[str, Any] = {}  # the answer to `order`
         self._send(order)
 
     @property
@@ -89,7 +90,7 @@ def started(trees: Sequence[Path], orders: Sequence[dict[str, Any]]) -> Iterator
         for tree, order in zip(trees, orders, strict=True):
             rigs.append(Rig(tree, order))
         for rig in rigs:
-            rig.answer()
+            rig.first = rig.answer()
         yield rigs
     finally:
         for rig in rigs:
