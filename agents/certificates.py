@@ -6,27 +6,16 @@ from typing import Any
 
 from agents.grounds import ground_of, modules_of
 from agents.history import History
+from agents.stack import enabled, stood_on
 from harness.certificate import NAME, Certificate, folder_of
 from harness.certify import certificate
 from harness.ledger import Ledger
 from harness.records import Attempt, Environment
 from harness.workload import Workload
-from optimized.plan import Enabled
 from reports.pr_page import write
 from reports.pr_record import COMPILED, GROUND, compiled
 
 EVENT = "certificate"
-
-
-def enabled(attempt: Attempt) -> Enabled:
-    """The line of a plan that a kept attempt stands for."""
-    verdict = attempt.region_verdict
-    return Enabled(
-        name=attempt.name,
-        backend=attempt.backend,
-        knobs=attempt.knobs,
-        domain=None if verdict is None else verdict.domain,
-    )
 
 
 def certify(
@@ -97,11 +86,11 @@ def _certify(
 ) -> Path:
     *before, attempt = kept
     assert attempt.region_verdict is not None  # it has a latency, so it has a verdict
-    environment = _environment_of(ledger, attempt)
+    environment, started = _environment_of(ledger, attempt), stood_on(ledger)
     made = certificate(
         workload,
         enabled(attempt),
-        [enabled(a) for a in before],
+        [*started, *(enabled(a) for a in before)],
         region_verdict=attempt.region_verdict,
         model_verdict=attempt.model_verdict,
         latency=attempt.latency,
@@ -110,7 +99,7 @@ def _certify(
         layers_per_kind=layers_per_kind,
         generated=generated,
     )
-    ledger.append(GROUND, ground_of(attempt, made, stood_on=()))
+    ledger.append(GROUND, ground_of(attempt, made, [line.name for line in started]))
     if attempt.backend == "triton":
         ledger.append(COMPILED, compiled(attempt.index, modules_of(made)))
     ledger.append(EVENT, made)  # the last of the three: with it, all are there

@@ -39,8 +39,8 @@ class Base:
         return None if data is None else data.decode()
 
 
-def ground_of(attempt: Attempt, made: Certificate, stood_on: Sequence[str]) -> Ground:
-    """Of a change certified just now by this very tree; `stood_on` names the changes that the run
+def ground_of(attempt: Attempt, made: Certificate, started: Sequence[str]) -> Ground:
+    """Of a change certified just now by this very tree; `started` names the changes that the run
     took from the repository's plan."""
     commit = commit_of(made.environment)
     name = attempt.name
@@ -53,7 +53,7 @@ def ground_of(attempt: Attempt, made: Certificate, stood_on: Sequence[str]) -> G
         files = dict(_brought(made, base))
         plan = plan_text.place(made.model, made.environment.device_name)
         before = {p: t for p in (plan, *files) if (t := base.text(p)) is not None}
-        if (names := plan_text.names(before.get(plan, ""))) != list(stood_on):
+        if (names := plan_text.names(before.get(plan, ""))) != list(started):
             raise UserError(
                 f"{plan} enables {', '.join(names) or 'nothing'}, which is not what this run stood "
                 f"on; start a run with --plan {plan}"

@@ -17,6 +17,7 @@ from harness.ledger import Ledger
 from harness.records import SCHEMA
 
 if TYPE_CHECKING:
+    from agents.stack import Begun
     from harness.workload import Workload
 
 DEFAULT_MINUTES = {"cpu": 4.7, "cuda": 60.0}
@@ -46,6 +47,12 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="try this change file first, after a sandboxed verdict; may be given again",
+    )
+    p.add_argument(
+        "--plan",
+        metavar="FILE|RUN|auto|none",
+        help="changes to begin with; auto, the default: those in optimized/plans/ for this model "
+        "and device",
     )
     p.add_argument(
         "--stall-minutes",
@@ -128,6 +135,8 @@ def check(a: argparse.Namespace) -> None:
         raise UserError(f"two change files are called {double}; rename one")
     if a.resume is not None and a.run_dir is not None:
         raise UserError("--resume names the run's directory already; leave --run-dir out")
+    if a.resume is not None and a.plan is not None:
+        raise UserError("a continued run stands on what it began with; leave --plan out")
 
 
 def recall(a: argparse.Namespace, ledger: Ledger) -> None:
@@ -154,6 +163,7 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
     from agents.progress import Progress
     from agents.proposers.auto import require_known
     from agents.session import Session
+    from agents.stack import AUTO, plan_for
     from harness.workload import Workload
     from reports.terminal import print_run
     from reports.write import write_reports
@@ -169,9 +179,11 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
         print(summary)
         return ExitCode.DONE
     workload.require_memory(*{workload.target(t) for t in (a.target, *DEFAULTS.values())})
-    new = ledger is None
+    new, standing = ledger is None, ""
     if ledger is None:
-        ledger = start(a, workload)
+        begun = plan_for(a.plan or AUTO, workload)
+        ledger = start(a, workload, begun)
+        standing = "" if begun is None else begun.describe()
     cli.set_cache_environment(ledger.directory / "cache")
     pulse.tell(directory=str(ledger.directory), budget=minutes)
     given = take(a.change, ledger)
@@ -179,6 +191,8 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
     progress = Progress(budget, pulse=pulse)
     progress.done(f"run directory: {ledger.directory}" + ("" if new else " (continued)"))
     progress.done(summary)
+    if standing:
+        progress.done(standing)
     try:
         session = Session(workload, ledger, a.target, budget, progress, other_card=a.other_card)
         loop = Loop(
@@ -233,7 +247,7 @@ def describe(workload: "Workload", a: argparse.Namespace, minutes: float) -> str
     )
 
 
-def start(a: argparse.Namespace, workload: "Workload") -> Ledger:
+def start(a: argparse.Namespace, workload: "Workload", begun: "Begun | None") -> Ledger:
     from agents.measure import DEFAULTS
 
     default = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{a.target}"
@@ -255,9 +269,11 @@ def start(a: argparse.Namespace, workload: "Workload") -> Ledger:
             "options": {
                 "max_changes": a.max_changes,
                 "budget_minutes": a.budget_minutes,
+                **({"plan": begun.name} if begun else {}),
                 **({"require_sandbox": True} if a.require_sandbox else {}),
                 **options.recorded(a),
             },
+            **({"stands_on": begun.lines()} if begun else {}),
             "workload": {kind: target.describe() for kind, target in targets.items()},
             "command": "python -m agents.run " + " ".join(sys.argv[1:]),
         },

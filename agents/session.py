@@ -13,11 +13,11 @@ from torch import nn
 
 from agents import certificates
 from agents.budget import Budget
-from agents.certificates import enabled
 from agents.controls import SLOWED_BY
 from agents.history import History
 from agents.measure import KINDS, Measure, Steps
 from agents.progress import Progress
+from agents.stack import stack
 from harness import baselines, judge
 from harness.ceilings import floor_us, measure_ceilings
 from harness.environment import environment
@@ -188,9 +188,9 @@ class Session:
 
     @cached_property
     def current(self) -> nn.Module:
-        """The model with everything that was kept."""
+        """The model with all that the run stands on and that was kept."""
         model = share(self.reference)
-        for line in map(enabled, self.history.kept):
+        for line in stack(self.ledger):
             apply_enabled(model, line if self.guards else replace(line, domain=None))
         return model
 
@@ -278,7 +278,7 @@ class Session:
         measured = {kind: candidate_timing(pair).to_json() for kind, pair in pairs.items()}
         self.ledger.append("measured", measured)
         device = Environment.from_json(self.ledger.last("environment") or {}).device_name
-        changes = tuple(enabled(a) for a in self.history.kept)
+        changes = tuple(stack(self.ledger))
         plan = Plan(model=self.workload.name, device=device, changes=changes)
         plan.save(self.directory / "plan.toml")
 

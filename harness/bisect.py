@@ -13,6 +13,8 @@ from torch import nn
 
 from harness import verdicts
 from harness.cases import record, storages
+from harness.certificate import STANDS_ON, Applied
+from harness.certify import enabled_of
 from harness.errors import UserError
 from harness.examine import Examination
 from harness.explain import Sample
@@ -76,7 +78,10 @@ def read_run(ledger: Ledger) -> Stacked:
         preset=header["preset"],
         device=header["device"],
         seed=header["seed"],
-        changes=changes,
+        changes=(
+            *(enabled_of(Applied.from_json(line)) for line in header.get(STANDS_ON, [])),
+            *changes,
+        ),
     )
 
 

@@ -23,6 +23,7 @@ from optimized.plan_text import slug
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "certificate.json"
 FOLDER = "prs"  # of a run: what belongs to each kept change
+STANDS_ON = "stands_on"  # of a run's first event: the plan that its own changes were tried on
 EVERY = "every output"
 GENERATED = "generated source"
 COMPILE_NUMBER = re.compile(r"^# AOT ID: .*$", re.MULTILINE)  # of the graph, in its process

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.certificate import NAME, Applied, Certificate, folder_of
+from harness.certificate import NAME, STANDS_ON, Applied, Certificate, folder_of
 from harness.errors import UserError
 from harness.ledger import Ledger
 from harness.records import SCHEMA, Attempt, Environment, Proposal, Status, Verdict
@@ -120,10 +120,12 @@ def commit_of(there: Environment) -> str | None:
 
 def bundles(run: Run) -> list[Bundle]:
     """One for each kept change of `run`, from its ledger alone."""
-    return list(_stacked(run, kept_changes(Ledger.open(run.directory))))
+    ledger = Ledger.open(run.directory)
+    names = tuple(line["name"] for line in (ledger.last("run") or {}).get(STANDS_ON, []))
+    return list(_stacked(run, names, kept_changes(ledger)))
 
 
-def _stacked(run: Run, kept: list[Kept]) -> Iterator[Bundle]:
+def _stacked(run: Run, begun: tuple[str, ...], kept: list[Kept]) -> Iterator[Bundle]:
     tree: dict[str, str] = {}
     missing = ""
     for number, change in enumerate(kept):
@@ -132,7 +134,7 @@ def _stacked(run: Run, kept: list[Kept]) -> Iterator[Bundle]:
         slug = folder_of(Path(), change.attempt.index, change.attempt.name).name
         bundle = Bundle(
             kept=change,
-            parents=tuple(k.name for k in kept[:number]),
+            parents=(*begun, *(k.name for k in kept[:number])),
             subject=_subject(run, change),
             body="",
             patch=None,

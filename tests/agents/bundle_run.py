@@ -4,7 +4,8 @@ folder named by the first argument, on the model file named by the second."""
 import sys
 from pathlib import Path
 
-from agents.certificates import certify, enabled
+from agents.certificates import certify
+from agents.stack import enabled
 from harness.certify import judge_change
 from harness.environment import environment
 from harness.ledger import Ledger

@@ -5,16 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from agents.certificates import EVENT, enabled, restore
+from agents.certificates import EVENT, certify, restore
 from agents.grounds import ground_of
+from agents.stack import enabled, plan_for, stack
+from harness.bisect import read_run
 from harness.certificate import Certificate
-from harness.environment import environment
+from harness.environment import cpu_name, environment
+from harness.errors import UserError
 from harness.ledger import Ledger
 from harness.records import Attempt
 from harness.workload import Workload
 from optimized.catalog import changes
+from optimized.plan import Plan
 from optimized.plan_text import place
-from reports.pr_record import GROUND
+from reports.pr_record import GROUND, Ground
 from tests.agents.bundle_run import TIMED, main
 
 TOY = str(Path(__file__).with_name("toy_model.py"))
@@ -98,7 +102,7 @@ def test_a_patch_that_cannot_be_made_says_why(run, tmp_path):
     attempt = ledger.all("attempt", Attempt)[0]
     made = ledger.all(EVENT, Certificate)[0]
     plan = place(made.model, made.environment.device_name)
-    found = ground_of(attempt, made, stood_on=("another",))
+    found = ground_of(attempt, made, started=("another",))
     assert found.obstacle == (
         f"{plan} enables nothing, which is not what this run stood on; "
         f"start a run with --plan {plan}"
@@ -106,10 +110,10 @@ def test_a_patch_that_cannot_be_made_says_why(run, tmp_path):
     clash = tmp_path / "clash.py"
     known = next(iter(changes()))
     clash.write_text(Path(attempt.name).read_text().replace("again-3", known))
-    found = ground_of(dataclasses.replace(attempt, name=str(clash)), made, stood_on=())
+    found = ground_of(dataclasses.replace(attempt, name=str(clash)), made, started=())
     assert found.obstacle == f"optimized/ has a change called {known} already; rename this one"
     there = dataclasses.replace(made.environment, git_commit="0" * 40 + "+dirty")
-    found = ground_of(attempt, dataclasses.replace(made, environment=there), stood_on=())
+    found = ground_of(attempt, dataclasses.replace(made, environment=there), started=())
     assert found.obstacle == f"commit {'0' * 40} of the run is not in this repository"
     assert (found.before, found.files, found.commit) == ({}, {}, "0" * 40)
 
@@ -120,6 +124,40 @@ def test_files_that_differ_from_the_commit_are_named(run):
     made = ledger.all(EVENT, Certificate)[0]
     judge = {**made.hashes.judge, "harness/never_committed.py": "0" * 64}
     odd = dataclasses.replace(made, hashes=dataclasses.replace(made.hashes, judge=judge))
-    found = ground_of(attempt, odd, stood_on=())
+    found = ground_of(attempt, odd, started=())
     assert "harness/never_committed.py" in found.others
     assert found.files["optimized/again_3.py"] == Path(attempt.name).read_text()
+
+
+def test_a_run_stands_on_a_plan(run, tmp_path):
+    """The first change as a plan, the second kept on it: parents, stack, patch."""
+    ledger, workload = run
+    first, second = ledger.all("attempt", Attempt)
+    file = tmp_path / "plan.toml"
+    Plan(model="toy", device="x", changes=(enabled(first),)).save(file)
+    begun = plan_for(str(file), workload)
+    assert begun is not None and begun.describe() == f"stands on {file}: {first.name}"
+    on = Ledger.create(tmp_path / "run")
+    header = ledger.last("run") or {}
+    on.append("run", {**header, "stands_on": begun.lines()})
+    on.append("environment", environment(workload.device))
+    assert stack(on) == [enabled(first)]
+    on.append("attempt", second)
+    certify(on, workload, TIMED, None, generated=None)
+    assert stack(on) == [enabled(first), enabled(second)] == list(read_run(on).changes)
+    assert Certificate.load(
+        next(tmp_path.glob("run/prs/*/certificate.json"))
+    ) == dataclasses.replace(
+        ledger.all(EVENT, Certificate)[1], environment=environment(workload.device)
+    )
+    (found,) = on.all(GROUND, Ground)
+    assert (found.obstacle or "").endswith(
+        "enables nothing, which is not what this run stood on; "
+        f"start a run with --plan {place(TOY, cpu_name())}"
+    )
+    assert plan_for("none", workload) is None
+    assert plan_for("auto", workload) is None  # the repository has none for this toy
+    wrong = dataclasses.replace(enabled(first), knobs={"N=1": {"warps": 1}}, name="nope")
+    Plan(model="toy", device="x", changes=(wrong,)).save(file)
+    with pytest.raises(UserError, match=f"{file}: unknown change 'nope'"):
+        plan_for(str(file), workload)
