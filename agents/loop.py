@@ -112,7 +112,8 @@ class Loop:
         if not todo:
             return
         session = self.session
-        region = next((o for o in session.opportunities if not o.contains), None)
+        found = (o for o in session.opportunities if not o.contains)
+        region = next((o for o in found if self.context().free(o.region)), None)
         if region is None:
             raise UserError(f"the trace of {self.workload.name} shows no region that runs a kernel")
         step_us = session.measure.target_us(session.base)
