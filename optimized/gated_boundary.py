@@ -77,8 +77,8 @@ def build(node: Any, knobs: BoundaryKnobs | None):
 
 
 def offline_cases() -> list[OfflineCase]:
-    """8192 wide: after attention, after the experts, and before the head."""
-    kinds = [("unit", True, True), ("input_scaled", True, True), ("input_scaled", True, False)]
+    """8192 wide: after attention, and after the experts."""
+    kinds = [("unit", True, True), ("input_scaled", True, True)]
     return cases(8192, GatedBoundaryKnobs, kinds)
 
 

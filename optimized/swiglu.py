@@ -128,8 +128,8 @@ def activation(knobs: SwiGLUKnobs | None, rounded: bool):
     return forward
 
 
-def cases(width: int, rows: tuple[int, int], rounded: bool) -> list[OfflineCase]:
-    """Few rows of that width, and many."""
+def cases(width: int, rows: tuple[int, ...], rounded: bool) -> list[OfflineCase]:
+    """That many rows of that width."""
     signature = {
         **dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16"),
         **dict.fromkeys(("gate_stride", "up_stride", "elements"), "i32:16"),
