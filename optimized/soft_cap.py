@@ -3,7 +3,8 @@
     out = R(R(tanh(R(R(logits * scale) / cap))) * cap)
 
 R rounds to BF16; all else is FP32. Moves 2 values a logit. All four rounding points are kept; none
-is added. Elements are numbered across rows, so the logits have to be contiguous.
+is added. Elements are numbered across rows, so the logits have to be contiguous. Inductor is no
+second implementation: it leaves out the first rounding (torch 2.13, CPU), and the judge refuses it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation, KnobValue
-from optimized.inductor import inductor_implementation
 from optimized.triton_support import OfflineCase, begin, exp_fp32, launch, outside_domain
 
 MAX_ELEMENTS = 2**31 - 2**16  # elements are numbered in int32, the last block included
@@ -154,6 +154,5 @@ CHANGE = Change(
             knobs=SoftCapKnobs,
             shape=shape,
         ),
-        inductor_implementation(),
     ),
 )
