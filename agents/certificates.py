@@ -7,13 +7,16 @@ from typing import Any
 from agents.grounds import ground_of, modules_of
 from agents.history import History
 from agents.stack import enabled, stood_on
-from harness.certificate import NAME, Certificate, folder_of
+from agents.workspace import commit_files
+from harness.certificate import NAME, ROOT, Certificate, folder_of
 from harness.certify import certificate
 from harness.ledger import Ledger
 from harness.records import Attempt, Environment
 from harness.workload import Workload
+from reports.pr_bundle import bundles
 from reports.pr_page import write
-from reports.pr_record import COMPILED, GROUND, compiled
+from reports.pr_record import COMMITTED, COMPILED, GROUND, compiled
+from reports.run import Run
 
 EVENT = "certificate"
 
@@ -99,9 +102,13 @@ def _certify(
         layers_per_kind=layers_per_kind,
         generated=generated,
     )
-    ledger.append(GROUND, ground_of(attempt, made, [line.name for line in started]))
+    ground = ground_of(attempt, made, [line.name for line in started])
+    ledger.append(GROUND, ground)
     if attempt.backend == "triton":
         ledger.append(COMPILED, compiled(attempt.index, modules_of(made)))
-    ledger.append(EVENT, made)  # the last of the three: with it, all are there
+    if ground.files and ground.commit is not None:
+        bundle = bundles(Run.load(ledger.directory))[-1]
+        ledger.append(COMMITTED, commit_files(ROOT, ledger.directory, bundle))
+    ledger.append(EVENT, made)  # the last of them: with it, all are there
     write(ledger.directory, only=attempt.index)
     return folder_of(ledger.directory, attempt.index, attempt.name) / NAME

@@ -1,8 +1,9 @@
 """A worktree and a branch for each candidate, apart from the user's own checkout.
 
-A candidate starts from the base commit, or from what was kept since, and may write Python files of
-`optimized/` only, and of those none that the judge imports: the oracle and the judge are the base
-commit's. What is kept becomes a commit on the candidate's branch; everything else is removed.
+They belong to a repository in the run's folder, which borrows the objects of the user's and writes
+nothing there. A candidate starts from the base commit, or from what was kept since, and may write
+Python files of `optimized/` only, and of those none that the judge imports: oracle and judge are
+the base commit's. What is kept becomes a commit on the candidate's branch; all else is removed.
 """
 
 import shutil
@@ -16,9 +17,13 @@ from harness.certificate import imported
 from harness.errors import UserError
 from harness.git import Git
 from optimized.plan_text import slug
+from reports.pr_bundle import Bundle
+from reports.pr_record import Committed
 
 WRITABLE = "optimized"
-PREFIX = "kernelwright-candidate"
+REPOSITORY = "repository"  # in a run's folder; `git fetch RUN/repository kept` has what it kept
+KEPT = "kept"
+CANDIDATES = "candidate/"
 REGULAR = "100644"
 GONE = "000000"
 
@@ -80,11 +85,10 @@ class Candidate:
 
 
 class Workspace:
-    """The candidates of one run, in worktrees under `folder`; git keeps a note of each."""
+    """The candidates of one run: `git` is the run's own bare repository, `folder` has worktrees."""
 
-    def __init__(self, git: Git, base: str, folder: Path, run: str) -> None:
-        self.git, self.base, self.folder, self.run = git, base, folder, run
-        self.ref = f"refs/{PREFIX}/{run}"  # what was kept last, also after a kill
+    def __init__(self, git: Git, base: str, folder: Path) -> None:
+        self.git, self.base, self.folder = git, base, folder
 
     @classmethod
     def open(cls, root: Path, run: Path, base: str = "HEAD") -> "Workspace":
@@ -93,17 +97,24 @@ class Workspace:
         Removes what an earlier session of the run left unfinished. UserError if git is missing, or
         `root` is no checkout, or has no such commit.
         """
-        git = Git.open(root)
-        if (commit := git.commit(base)) is None:
+        users = Git.open(root)
+        if (commit := users.commit(base)) is None:
             raise UserError(f"{root} has no commit {base}; commit something, or fetch it")
-        workspace = cls(git, commit, run.resolve() / "worktrees", slug(run.resolve().name))
+        own = run.resolve() / REPOSITORY
+        git = Git(own, own)
+        if not (own / "HEAD").exists():
+            borrow(users, own)
+        workspace = cls(git, commit, run.resolve() / "worktrees")
         workspace.close()
         return workspace
 
     @property
     def tip(self) -> str:
-        """The commit of what was kept last, or the base."""
-        return self.git.commit(self.ref) or self.base
+        """The commit of what was kept last on this base, or the base."""
+        kept = self.git.commit(f"refs/heads/{KEPT}")
+        if kept is None or self.git.run("merge-base", kept, self.base, allowed=(0, 1)) != self.base:
+            return self.base
+        return kept
 
     @cached_property
     def locked(self) -> frozenset[str]:
@@ -119,7 +130,7 @@ class Workspace:
     @contextmanager
     def candidate(self, name: str) -> Iterator[Candidate]:
         """A candidate on what was kept so far; unless it is kept, its branch goes with it."""
-        branch = f"{PREFIX}/{self.run}/{slug(name)}"
+        branch = CANDIDATES + slug(name)
         locked, start = self.locked, self.tip
         try:
             with self.checkout(start, slug(name)) as git:
@@ -132,7 +143,7 @@ class Workspace:
     def keep(self, candidate: Candidate, message: str) -> str:
         """Commit the candidate; those after it start there. The commit's id."""
         made = candidate.commit(message)
-        self.git.run("update-ref", self.ref, made)
+        self.git.run("update-ref", f"refs/heads/{KEPT}", made)
         return made
 
     @contextmanager
@@ -154,16 +165,15 @@ class Workspace:
             self._remove(path)
 
     def close(self) -> None:
-        """Remove all worktrees of the run, and the branches of candidates that were not kept."""
-        listed = self.git.read("worktree", "list", "--porcelain", "-z").split("\0")
-        found = {Path(line.removeprefix("worktree ")) for line in listed if line[:9] == "worktree "}
-        for path in {*self.folder.glob("*"), *found}:
-            if path.parent == self.folder:
-                self._remove(path)
-        names = f"refs/heads/{PREFIX}/{self.run}/"
-        listed = self.git.run("for-each-ref", "--format=%(refname:short)", names).splitlines()
+        """Remove all worktrees, and the branches of candidates that were not kept."""
+        for path in self.folder.glob("*"):
+            self._remove(path)
+        self.git.run("worktree", "prune", "--expire=now")
+        listed = self.git.run(
+            "for-each-ref", "--format=%(refname:short)", f"refs/heads/{CANDIDATES}"
+        )
         kept = self.git.run("rev-list", self.tip, f"^{self.base}").split()
-        for branch in listed:
+        for branch in listed.splitlines():
             if self.git.commit(f"refs/heads/{branch}") not in kept:
                 self._forget(branch)
 
@@ -171,9 +181,44 @@ class Workspace:
         self.git.run("branch", "--quiet", "--delete", "--force", branch, allowed=(0, 1))
 
     def _remove(self, path: Path) -> None:
-        """Also one whose file `.git` was written over; nobody else's."""
+        """Also one whose file `.git` was written over."""
         shutil.rmtree(path, ignore_errors=True)
         self.git.run("worktree", "remove", "--force", path, allowed=(0, 128))
+
+
+def commit_files(root: Path, run: Path, bundle: Bundle) -> Committed:
+    """Commit the files that a kept change brings, with device, before, after and interval."""
+    ground = bundle.kept.ground
+    assert ground.commit is not None and ground.files
+    name = bundle.folder(run).name
+    try:
+        work = Workspace.open(root, run, ground.commit)
+        with work.candidate(name) as candidate:
+            for path, text in ground.files.items():
+                file = candidate.path / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(text.encode())
+            made = work.keep(candidate, f"{bundle.subject}\n\n{bundle.body}")
+    except (Refused, UserError, OSError) as error:
+        why = " ".join(str(error).split())
+        return Committed(index=ground.index, commit=None, branch=None, absent=why)
+    return Committed(index=ground.index, commit=made, branch=candidate.branch, absent=None)
+
+
+def borrow(users: Git, own: Path) -> None:
+    """Make a bare repository at `own` that reads the objects of the user's."""
+    kind = users.run("rev-parse", "--show-object-format")
+    users.run("init", "--quiet", "--bare", "--template=", f"--object-format={kind}", own)
+    for name, target in (
+        ("objects", own / "objects/info/alternates"),
+        ("shallow", own / "shallow"),
+    ):
+        there = users.root / users.run("rev-parse", "--git-path", name)
+        if name == "objects":
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(f"{there.resolve()}\n")
+        elif there.exists():  # a clone without its history: what it lacks, this one lacks, too
+            shutil.copyfile(there, target)
 
 
 def _changes(raw: str) -> Iterator[tuple[str, str]]:

@@ -39,8 +39,8 @@ class Git:
     """The repository that `root` is a checkout or a worktree of."""
 
     root: Path
-    # Where git keeps what it knows of the checkout; None: git finds it, by a file that whoever
-    # writes there can change.
+    # Where git keeps what it knows of the checkout (`root` itself if that is a bare repository);
+    # None: git finds it, by a file that whoever writes there can change.
     git_dir: Path | None = None
 
     @classmethod
@@ -67,7 +67,9 @@ class Git:
         if fallback_identity:
             settings += self._identity()
         if self.git_dir is not None:
-            settings += [f"--git-dir={self.git_dir}", f"--work-tree={self.root}"]
+            settings.append(f"--git-dir={self.git_dir}")
+        if self.git_dir not in (None, self.root):  # not bare
+            settings.append(f"--work-tree={self.root}")
         command = ["git", *settings, *map(str, words)]
         try:
             done = subprocess.run(

@@ -19,7 +19,7 @@ from optimized import plan_text
 from reports import text
 from reports.files import write_text
 from reports.pr_patch import difference, patch
-from reports.pr_record import COMPILED, GROUND, Compiled, Ground
+from reports.pr_record import COMMITTED, COMPILED, GROUND, Committed, Compiled, Ground
 from reports.run import Run
 
 PATCH = "change.patch"
@@ -35,6 +35,7 @@ class Kept:
     ground: Ground
     certificate: Certificate | None
     compiled: Compiled | None
+    committed: Committed | None = None  # None as well where the commit had all its files
     compiled_later: bool = False  # of files that may not be those that were judged
 
     @property
@@ -84,6 +85,7 @@ def kept_changes(ledger: Ledger) -> list[Kept]:
             found.append((Attempt.from_json(event.data), event.time_s, environment))
     grounds = {g.index: g for g in ledger.all(GROUND, Ground)}
     compiled = {c.index: c for c in ledger.all(COMPILED, Compiled)}
+    committed = {c.index: c for c in ledger.all(COMMITTED, Committed)}
     certificates: list[Certificate | None] = [*ledger.all("certificate", Certificate)]
     certificates += [None] * (len(found) - len(certificates))
     return [
@@ -94,6 +96,7 @@ def kept_changes(ledger: Ledger) -> list[Kept]:
             ground=grounds.get(attempt.index) or _unrecorded(attempt, there),
             certificate=certificate,
             compiled=compiled.get(attempt.index),
+            committed=committed.get(attempt.index),
         )
         for (attempt, time_s, there), certificate in zip(found, certificates, strict=True)
     ]

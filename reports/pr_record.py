@@ -12,6 +12,7 @@ from harness.records import Record
 
 GROUND = "ground"
 COMPILED = "compiled"
+COMMITTED = "committed"
 TIMEOUT_S = 120
 
 
@@ -50,6 +51,16 @@ class Compiled(Record):
     index: int
     kernels: tuple[Kernel, ...]
     absent: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed(Record):
+    """The commit of a kept change's files in the run's own repository; `absent`: why none."""
+
+    index: int
+    commit: str | None
+    branch: str | None
+    absent: str | None
 
 
 def compiled(index: int, modules: Iterable[str]) -> Compiled:

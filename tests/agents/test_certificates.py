@@ -18,7 +18,7 @@ from harness.workload import Workload
 from optimized.catalog import changes
 from optimized.plan import Plan
 from optimized.plan_text import place
-from reports.pr_record import GROUND, Ground
+from reports.pr_record import COMMITTED, GROUND, Ground
 from tests.agents.bundle_run import TIMED, main
 
 TOY = str(Path(__file__).with_name("toy_model.py"))
@@ -69,7 +69,7 @@ def test_one_that_a_kill_prevented_is_made_when_the_run_goes_on(run, tmp_path):
     cut.append("resumed", dataclasses.replace(here, temperature_c=50))
     assert restore(cut, workload, TIMED, None) is None
     assert files(cut) == files(ledger)
-    assert [e.kind for e in cut.events()][-3:] == ["resumed", GROUND, EVENT]
+    assert [e.kind for e in cut.events()][-4:] == ["resumed", GROUND, COMMITTED, EVENT]
     assert files(cut, "change.patch").keys() == files(ledger, "change.patch").keys()
 
 

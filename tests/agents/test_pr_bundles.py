@@ -110,6 +110,22 @@ def test_a_clean_clone_takes_both_in_order_and_reproduces_the_certificate(made, 
     assert found.stdout == "['kernel: optimized/again_4.py']\n[False, True]\n", found.stderr
 
 
+def test_what_was_kept_is_committed_in_the_runs_own_repository(made):
+    own = Git(made.run / "repository", made.run / "repository")
+    head = Git(made.upstream).commit("HEAD")
+    subjects = own.run("log", "--format=%s", f"{head}..kept").splitlines()
+    assert [s.partition(":")[0] for s in subjects] == ["perf(again-4)", "perf(again-3)"]
+    assert own.run("diff", "--name-only", f"{head}..kept").split() == [
+        "optimized/again_3.py", "optimized/again_4.py"
+    ]  # fmt: skip
+    said = own.run("log", "-1", "--format=%b", f"candidate/{SECOND}")
+    assert "device   " in said and "before 100.0 us, after 90.00 us" in said
+    assert "gain 10.0 us [8.0, 12.0] us (95%), 9 pairs" in said
+    assert own.run("worktree", "list").count("\n") == 0
+    page = (made.run / "prs" / SECOND / "PR.md").read_text()
+    assert f"commit {own.commit('kept')} of the run's `repository`, branch `candidate/" in page
+
+
 def test_the_second_does_not_apply_without_the_first(made, tmp_path):
     git = clone(made.upstream, tmp_path / "clone")
     patch = made.run / "prs" / SECOND / "change.patch"

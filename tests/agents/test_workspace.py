@@ -45,15 +45,9 @@ def user(tmp_path: Path) -> Git:
     return git
 
 
-def state(git: Git) -> tuple[object, ...]:
-    """All that belongs to the user: files, index, HEAD, branch, other worktrees."""
-    files = {
-        str(p.relative_to(git.root)): p.read_bytes()
-        for p in sorted(git.root.rglob("*"))
-        if p.is_file() and ".git" not in p.parts
-    }
-    index, head = ((git.root / ".git" / name).read_bytes() for name in ("index", "HEAD"))
-    return files, index, head, git.run("rev-parse", "main"), git.run("worktree", "list")
+def state(git: Git) -> dict[str, bytes]:
+    """All that belongs to the user: every file, of the repository's own, too."""
+    return {str(p): p.read_bytes() for p in sorted(git.root.rglob("*")) if p.is_file()}
 
 
 def branches(git: Git) -> list[str]:
@@ -75,18 +69,17 @@ def test_what_is_kept_becomes_a_commit_and_nothing_of_the_users_moves(user, tmp_
         write(first, "optimized/new.py")
         write(first, "harness/__pycache__/judge.cpython-311.pyc")
         assert first.check() == ["optimized/new.py", "optimized/swiglu.py"]
-        assert state(user)[:4] == before[:4]
         kept = work.keep(first, MESSAGE)
-    assert branches(user) == ["kernelwright-candidate/run/03-swiglu", "main"]
-    assert user.run("log", "-1", "--format=%B", kept).strip() == MESSAGE
-    assert user.run("rev-parse", f"{kept}~1") == user.run("rev-parse", "main") == work.base
-    assert user.run("diff", "--name-only", work.base, kept).split() == [
+    assert branches(work.git) == ["candidate/03-swiglu", "kept"]
+    assert work.git.run("log", "-1", "--format=%B", kept).strip() == MESSAGE
+    assert work.git.run("rev-parse", f"{kept}~1") == user.run("rev-parse", "main") == work.base
+    assert work.git.run("diff", "--name-only", work.base, kept).split() == [
         "optimized/new.py", "optimized/swiglu.py"
     ]  # fmt: skip
     with work.candidate("04 other") as second:
         assert (second.path / "optimized/swiglu.py").read_text() == "KERNEL = 2\n"
         write(second, "optimized/swiglu.py", "KERNEL = 3\n")
-    assert branches(user) == ["kernelwright-candidate/run/03-swiglu", "main"]
+    assert branches(work.git) == ["candidate/03-swiglu", "kept"]
     assert work.tip == kept
     work.close()
     assert not list((tmp_path / "run" / "worktrees").glob("*"))
@@ -133,7 +126,7 @@ def test_a_diff_elsewhere_is_refused_by_its_path(act, says, user, tmp_path):
         write(candidate, "optimized/swiglu.py")
         act(candidate)
         work.keep(candidate, MESSAGE)
-    assert (branches(user), work.tip) == (["main"], work.base)
+    assert (branches(work.git), work.tip) == ([], work.base)
     assert state(user) == before
 
 
@@ -154,12 +147,11 @@ def test_oracle_and_judge_come_from_the_base_commit(user, tmp_path):
             assert (tree / "harness/judge.py").read_text() == FILES["harness/judge.py"]
         with pytest.raises(Refused, match="harness/judge.py"):
             candidate.check()
-    assert user.run("worktree", "list").count("\n") == 0
-    assert branches(user) == ["main"]
+    assert work.git.run("worktree", "list").count("\n") == 0
+    assert branches(work.git) == []
 
 
 def test_what_a_killed_session_left_is_removed_and_what_it_kept_stays(user, tmp_path):
-    theirs = user.run("worktree", "add", "--quiet", "--detach", tmp_path / "theirs", "main")
     work = Workspace.open(user.root, tmp_path / "run")
     with work.candidate("one") as candidate:
         write(candidate, "optimized/swiglu.py")
@@ -169,9 +161,10 @@ def test_what_a_killed_session_left_is_removed_and_what_it_kept_stays(user, tmp_
         candidate.commit(MESSAGE)
         again = Workspace.open(user.root, tmp_path / "run")  # as if the first had been killed
         assert not candidate.path.exists()
-        assert branches(user) == ["kernelwright-candidate/run/one", "main"]
+        assert branches(again.git) == ["candidate/one", "kept"]
         assert again.tip == kept
-    assert theirs == "" and str(tmp_path / "theirs") in user.run("worktree", "list")
+    user.run("fetch", "--quiet", tmp_path / "run" / "repository", "kept")
+    assert user.run("rev-parse", "FETCH_HEAD") == kept
 
 
 def test_nothing_written_is_nothing_kept(user, tmp_path):
@@ -192,3 +185,15 @@ def test_without_a_repository_or_git_it_is_one_line(user, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", os.devnull)
     with pytest.raises(UserError, match="git is not on PATH; install it"):
         Workspace.open(user.root, tmp_path / "run")
+
+
+def test_a_clone_without_its_history_will_do(user, tmp_path):
+    shallow = tmp_path / "shallow"
+    user.run("commit", "--quiet", "--allow-empty", "-m", "second", fallback_identity=True)
+    source = f"file://{user.root}"
+    subprocess.run(["git", "clone", "--quiet", "--depth=1", source, shallow], check=True)
+    work = Workspace.open(shallow, tmp_path / "run")
+    with work.candidate("one") as candidate:
+        write(candidate, "optimized/swiglu.py")
+        kept = work.keep(candidate, MESSAGE)
+    assert Workspace.open(shallow, tmp_path / "run").tip == kept
