@@ -16,8 +16,8 @@ from agents.given import Given
 from agents.history import MAX_DEATHS, Started
 from agents.measure import Steps, places
 from agents.policy import Decision, decide
-from agents.proposers.auto import make_proposer
-from agents.proposers.base import UNKNOWN, Agent, Context, Suggestion, Tried, suggest
+from agents.proposers.auto import agent_in, make_proposer
+from agents.proposers.base import UNKNOWN, Context, Suggestion, Tried, suggest
 from agents.sandboxed import Gate, give_up_rights
 from agents.session import Session
 from agents.tuner import tune
@@ -66,7 +66,7 @@ class Loop:
         self.session, self.require_sandbox = session, require_sandbox
         self.gate: Gate | None = None
         rest = make_proposer(proposer, Desk(session, self.open_gate), options)
-        self.agent = rest if isinstance(rest, Agent) else None
+        self.agent = agent_in(rest)
         self.proposer = Given(given, rest, self.look)
         self.max_changes = max_changes
         self.workload, self.ledger = session.workload, session.ledger

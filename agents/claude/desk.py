@@ -12,16 +12,14 @@ import torch
 from agents.calls import calls_of
 from agents.claude import words
 from agents.claude.ideas import Ideas
+from agents.claude.region_time import region_time
 from agents.claude.trajectory import Call
 from agents.claude.tree import Tree, cut
 from agents.proposers.base import Context
 from agents.sandboxed import Gate
 from agents.session import Session
-from harness.bench import default_mode
-from harness.cases import storages
 from harness.errors import UserError
 from harness.observe import CandidateError
-from harness.outside import MOST_RUNS, Bursts, call_slots, paired
 from harness.points import rounding_points
 from harness.records import Environment
 from optimized.change import Change, nodes
@@ -129,16 +127,8 @@ class Desk:
         try:
             assert candidate.change is not None
             job = calls_of(self.session, candidate.change.region)[0]
-            mode = default_mode(self.workload.device)
-            count = 1 if mode == "graph" else MOST_RUNS
-            fixed = storages(self.session.reference)
-            slots, redraw = call_slots(job.calls[0], fixed, self.workload.seed, count)
-            base = sandbox.open(None)
-            try:
-                after = Bursts(candidate, job.names[0], slots, redraw, mode)
-                times = paired(Bursts(base, job.names[0], slots, redraw, mode), after)
-            finally:
-                base.close()
+            reference, seed = self.session.reference, self.workload.seed
+            times = region_time(sandbox, candidate, job, reference, seed)
         finally:
             findings = candidate.close()
         if findings:

@@ -12,7 +12,7 @@ from agents.claude.spend import Purse
 from harness.errors import UserError
 from harness.records import Record
 
-CLAUDE, REPLAY = "claude", "replay:"
+AUTO, CLAUDE, REPLAY = "auto", "claude", "replay:"
 MODEL = "claude-opus-5-5"
 EFFORTS = "low", "medium", "high", "xhigh", "max"
 FLAGS = "llm_model", "effort", "budget_usd", "budget_tokens"
@@ -38,7 +38,7 @@ class Options(Record):
 
 
 def add(p: argparse.ArgumentParser) -> None:
-    group = p.add_argument_group("a language model (--proposer claude)")
+    group = p.add_argument_group("a language model (--proposer claude, or auto with a budget)")
     group.add_argument(
         "--llm-model", help=f"by default ANTHROPIC_MODEL of the environment, or {MODEL}"
     )
@@ -64,12 +64,18 @@ def check(a: argparse.Namespace) -> None:
 
 def writes_code(a: argparse.Namespace) -> bool:
     """Whether what is tried comes from a model."""
-    return a.proposer == CLAUDE or a.proposer.startswith(REPLAY)
+    return asks(a) or a.proposer.startswith(REPLAY)
+
+
+def asks(a: argparse.Namespace) -> bool:
+    """Whether a model is asked: as the proposer, or as the last part of `auto` given a budget."""
+    limited = a.budget_usd is not None or a.budget_tokens is not None
+    return a.proposer == CLAUDE or (a.proposer == AUTO and limited)
 
 
 def of(a: argparse.Namespace) -> Options | None:
     """For the proposers that need them; None for the others. UserError without key or budget."""
-    if a.proposer != CLAUDE:
+    if not asks(a):
         return None
     effort = a.effort or os.environ.get("ANTHROPIC_EFFORT") or None
     if effort not in (None, *EFFORTS):

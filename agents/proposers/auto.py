@@ -1,9 +1,10 @@
-"""What this machine and this environment allow: catalogued changes first, then compiled regions."""
+"""What this machine and this environment allow: catalogued changes first, then compiled regions,
+then what a model writes, if it may use something up."""
 
 from typing import TYPE_CHECKING
 
 from agents.claude.options import CLAUDE, REPLAY, Options
-from agents.proposers.base import Context, Proposer, Suggestion
+from agents.proposers.base import Agent, Context, Proposer, Suggestion
 from agents.proposers.catalog import Catalog
 from agents.proposers.inductor import Inductor
 from harness.errors import UserError
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 class Auto:
     name = "auto"
 
-    def __init__(self) -> None:
-        self.parts: tuple[Proposer, ...] = (Catalog(), Inductor())
+    def __init__(self, *more: Proposer) -> None:
+        self.parts: tuple[Proposer, ...] = (Catalog(), Inductor(), *more)
 
     def propose(self, context: Context) -> list[Suggestion]:
         """The suggestions of the first proposer that has any."""
@@ -38,11 +39,18 @@ def require_known(name: str) -> None:
 
 def make_proposer(name: str, desk: "Desk", options: Options | None) -> Proposer:
     """By its name; a model that writes changes works at `desk`, within `options`."""
-    if name in PROPOSERS:
+    if name in PROPOSERS and options is None:
         return PROPOSERS[name]()
     from agents.proposers.claude import Claude
     from agents.proposers.replay import Replay, file_of
 
     if name.startswith(REPLAY):
         return Replay(desk, file_of(name))
-    return Claude(desk, options)
+    claude = Claude(desk, options)
+    return claude if name == CLAUDE else Auto(claude)
+
+
+def agent_in(proposer: Proposer) -> Agent | None:
+    """The part of a proposer that is an agent, if one is."""
+    parts = proposer.parts if isinstance(proposer, Auto) else (proposer,)
+    return next((part for part in parts if isinstance(part, Agent)), None)

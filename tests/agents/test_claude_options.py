@@ -40,6 +40,8 @@ def test_model_effort_and_budgets_come_from_flags_then_from_the_environment(give
     assert found is not None
     assert found.settings == {"model": "claude-opus-5", "output_config": {"effort": "low"}}
     assert options.of(run.words(["--target", "decode-bs1"])) is None
+    auto = given("--proposer", "auto", "--budget-tokens", "5000")
+    assert options.writes_code(auto) and options.of(auto) is not None
 
 
 BAD = {
