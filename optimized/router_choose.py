@@ -53,11 +53,12 @@ def _scores(logits_ptr, index, split_stride, logit_scale, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def router_choose_kernel(
+def choose_experts(
     logits_ptr,
     bias_ptr,
     weights_ptr,
     experts_ptr,
+    token,
     count,
     logit_scale,
     floor,
@@ -69,8 +70,7 @@ def router_choose_kernel(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
-    token = tl.program_id(0)
+    """The choice for one `token` of `count`; waits for the previous kernel."""
     logits_row = logits_ptr + token * E
     MEMBERS: tl.constexpr = E // GROUPS
     group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)[None, :]
@@ -114,6 +114,43 @@ def router_choose_kernel(
     weight = tl.math.div_rn(weight, tl.sum(weight, axis=0) + floor)
     tl.store(weights_ptr + token * TOP_K + slot, weight, mask=used)
     tl.store(experts_ptr + token * TOP_K + slot, chosen.to(tl.int64), mask=used)
+
+
+@triton.jit
+def router_choose_kernel(
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    experts_ptr,
+    count,
+    logit_scale,
+    floor,
+    E: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    choose_experts(
+        logits_ptr,
+        bias_ptr,
+        weights_ptr,
+        experts_ptr,
+        tl.program_id(0),
+        count,
+        logit_scale,
+        floor,
+        E,
+        GROUPS,
+        TOP_GROUPS,
+        TOP_K,
+        SLOTS,
+        SPLITS,
+        PDL,
+    )
 
 
 def choose(node: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
