@@ -183,10 +183,11 @@ def interleaved(
     `pairs` has one array [n, 4] a round: baseline, current, current, baseline; every round has
     processes of its own. `twins` are the same of the baseline and a second build of it.
     """
-    differences = [abba_differences(times) for times in pairs]
+    level = median(np.concatenate(pairs)[:, [0, 3]].ravel())
+    differences = [abba_differences(_levelled(times, level)) for times in pairs]
     everything = np.concatenate(differences)
     gain = median(everything)
-    offsets = [abba_differences(times) for times in twins]
+    offsets = [abba_differences(_levelled(times, level)) for times in twins]
     own = null_effect(np.concatenate([d - median(d) for d in differences]))
     times = np.concatenate(pairs)
     pair = Paired(
@@ -199,6 +200,12 @@ def interleaved(
         pairs=len(everything),
     )
     return pair, [median(d) for d in differences]
+
+
+def _levelled(times: np.ndarray, level: float) -> np.ndarray:
+    """A round scaled to the baseline's level in all: a machine that is slower for a minute changes
+    the level by much and ratios by little."""
+    return times * (level / median(times[:, [0, 3]].ravel()))
 
 
 def measured(kind: str, pair: Paired, rounds: Sequence[float]) -> Finding:

@@ -25,7 +25,8 @@ from reports.run import KINDS, Run
 RIG = ROOT / "harness" / "rig.py"
 WARM_BLOCKS = 2  # at the start of a round, not counted
 MIN_BLOCKS = 4
-AT_LEAST_US = 2000.0  # runs of one turn, so that changing processes costs little
+AT_LEAST_US = 5000.0  # of one turn, so that changing processes costs little
+AT_LEAST = 3  # runs of one turn, whose median a burst of other work does not move
 
 
 class Rig:
@@ -123,9 +124,11 @@ def order_for(run: Run, root: Path = ROOT) -> dict[str, Any]:
     header, plan = run.header, run.directory / "plan.toml"
     model = Path(header.model)
     if model.suffix == ".py":
-        model = model.resolve()
-        if model.is_relative_to(root):
-            model = model.relative_to(root)
+        where = model.resolve()
+        if where.is_relative_to(root):
+            model = where.relative_to(root)
+        elif not (root / model).is_file():
+            model = where
     return {
         "model": str(model),
         "preset": header.preset,
@@ -164,7 +167,7 @@ def _round(
     kind: str, one: Rig, twin: Rig, other: Rig, seconds: float
 ) -> tuple[np.ndarray, np.ndarray]:
     once_us = min(one.take(kind, 2), one.take(kind, 2))
-    count = max(1, round(AT_LEAST_US / once_us))
+    count = max(AT_LEAST, round(AT_LEAST_US / once_us))
     block_us = 8 * (count + 1) * once_us
     blocks = max(MIN_BLOCKS, int(seconds * 1e6 / block_us))
     found: dict[int, list[list[float]]] = {id(other): [], id(twin): []}
