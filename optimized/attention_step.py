@@ -43,14 +43,13 @@ MAX_HELD = 128  # weights of the projection that a thread holds
 @dataclass(frozen=True, kw_only=True)
 class StepKnobs:
     """Of the attention: `warps`, `block` positions at a time, `stages` of the pipelined loop, the
-    `splits` of the sequence and how many blocks are asked for `ahead`. Of the output projection:
-    `rows` of W at a time and its `row_warps`; its programs fit a GPU at once."""
+    `splits` of the sequence. Of the output projection: `rows` of W at a time and its `row_warps`;
+    its programs fit a GPU at once."""
 
     warps: int
     block: int
     stages: int
     splits: int
-    ahead: int
     rows: int
     row_warps: int
 
@@ -64,7 +63,6 @@ class StepKnobs:
             block=base.block,
             stages=2,
             splits=max(1, min(SHARES // max(1, shape["B"] * shape["Hkv"]), most)),
-            ahead=0,
             rows=8 if width >= 512 else 4,
             row_warps=16 if width >= 512 else 4,
         )
@@ -72,7 +70,7 @@ class StepKnobs:
     @classmethod
     def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
         found = {**AttentionKnobs.candidates(shape)}
-        return {**found, "ahead": (0, 1, 2, 4), "rows": (1, 2, 4, 8), "row_warps": (4, 8, 16)}
+        return {**found, "rows": (1, 2, 4, 8), "row_warps": (4, 8, 16)}
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
         attention = AttentionKnobs(
@@ -81,7 +79,6 @@ class StepKnobs:
         width = triton.next_power_of_2(shape["H"]) * shape["d"]
         return (
             attention.is_valid(shape)
-            and self.ahead >= 0
             and self.rows * width <= MAX_HELD * 32 * self.row_warps
             and width >= 32 * self.row_warps
         )
@@ -159,7 +156,6 @@ def attend(
     sums = torch.empty((batch * node.heads, splits, dim), **partial)
     stats = torch.empty((batch * node.heads, splits, 2), **partial)
     group = node.heads // node.kv_heads
-    dense = cache.k.stride(1) == dim == cache.v.stride(1)
     launch(
         step_attention_kernel,
         (splits, node.kv_heads, batch),
@@ -193,8 +189,7 @@ def attend(
         BLOCK=knobs.block,
         SPLITS=splits,
         STAGES=knobs.stages,
-        EARLY=tiles == 1,
-        AHEAD=min(knobs.ahead, tiles) if dense else 0,
+        MORE=tiles > 1,
         MASKED=mask is not None,
         ROTATED=not node.is_full,
         WIDE=INTERPRETED,
@@ -284,8 +279,7 @@ def offline_cases() -> list[OfflineCase]:
         knobs = StepKnobs.heuristic({"B": 1, "S": length, "H": 6, "Hkv": 1, "d": 128})
         sizes: dict[str, Any] = {"G": 6, "GROUP": 8, "P": 64, "BLOCK": knobs.block}
         sizes |= {"SPLITS": knobs.splits, "STAGES": knobs.stages, "MASKED": True}
-        sizes |= {"ROTATED": length == 512, "EARLY": length == 512}
-        sizes |= {"AHEAD": 0 if length == 512 else knobs.ahead, "WIDE": False}
+        sizes |= {"MORE": length > 512, "ROTATED": length == 512, "WIDE": False}
         found.append(case(step_attention_kernel, knobs.warps, **sizes))
         sizes = {"SPLITS": knobs.splits, "DIM": 128}
         if knobs.splits > MAX_FUSED_SPLITS:

@@ -14,7 +14,6 @@ from optimized.triton_support import (
     begin,
     exp_fp32,
     let_next_start,
-    prefetch,
     previous_is_done,
     sigmoid_fp32,
 )
@@ -135,16 +134,15 @@ def step_attention_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
+    MORE: tl.constexpr,
     MASKED: tl.constexpr,
     ROTATED: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`EARLY`: a share is one block, read before the previous kernel is done; what it holds was
-    written by earlier steps, except in the slot of this one, which is read again. Else the first
-    `AHEAD` blocks, which have to lie densely, are asked for."""
+    """The first block of a share is read before the previous kernel is done: what it holds was
+    written by earlier steps, except in the slot of this one, which is read again. `MORE`: there
+    are other blocks."""
     let_next_start(PDL)
     split, kv_head = tl.program_id(0), tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -153,13 +151,7 @@ def step_attention_kernel(
     half = tl.arange(0, P)
     k_rows = k_cache + batch * k_batch + kv_head * k_head
     v_rows = v_cache + batch * v_batch + kv_head * v_head
-    if EARLY:
-        k_a, k_b, v = _keys_values(k_rows, v_rows, start + block, S, k_slot, v_slot, P)
-    elif AHEAD > 0:
-        if start + AHEAD * BLOCK <= S:
-            SIZE: tl.constexpr = AHEAD * BLOCK * 2 * P * 2  # bytes
-            prefetch(k_rows + start.to(tl.int64) * k_slot, SIZE, AHEAD, PDL)
-            prefetch(v_rows + start.to(tl.int64) * v_slot, SIZE, AHEAD, PDL)
+    k_a, k_b, v = _keys_values(k_rows, v_rows, start + block, S, k_slot, v_slot, P)
     previous_is_done(PDL)
 
     columns = half[None, :]
@@ -183,7 +175,7 @@ def step_attention_kernel(
         v_row = v_cache + batch * v_batch + slot * v_slot
         copy_heads(v_ptr + batch * v_stride, v_row, one, columns, whole, v_head, P)
         tl.debug_barrier()  # all threads of the block read it below
-        if EARLY:
+        if slot < start + BLOCK:
             k_a, k_b, v = _keys_values(k_rows, v_rows, start + block, S, k_slot, v_slot, P)
 
     heads = tl.arange(0, GROUP)
@@ -208,44 +200,19 @@ def step_attention_kernel(
     denominator = tl.zeros((GROUP,), tl.float32)
     numerator = tl.zeros((2 * P, GROUP), tl.float32)
     mask_row = mask_ptr + batch * mask_batch
-    if EARLY:
-        highest, denominator, numerator = _add_block(
-            q_a,
-            q_b,
-            k_a,
-            k_b,
-            v,
-            start + block,
-            mask_row,
-            S,
-            scale,
-            highest,
-            denominator,
-            numerator,
-            GROUP,
-            MASKED,
-            WIDE,
-        )
-    else:
-        for first in tl.range(start, end, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+    # fmt: off
+    highest, denominator, numerator = _add_block(
+        q_a, q_b, k_a, k_b, v, start + block, mask_row, S, scale,
+        highest, denominator, numerator, GROUP, MASKED, WIDE,
+    )
+    if MORE:
+        for first in tl.range(start + BLOCK, end, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             k_a, k_b, v = _keys_values(k_rows, v_rows, first + block, S, k_slot, v_slot, P)
             highest, denominator, numerator = _add_block(
-                q_a,
-                q_b,
-                k_a,
-                k_b,
-                v,
-                first + block,
-                mask_row,
-                S,
-                scale,
-                highest,
-                denominator,
-                numerator,
-                GROUP,
-                MASKED,
-                WIDE,
+                q_a, q_b, k_a, k_b, v, first + block, mask_row, S, scale,
+                highest, denominator, numerator, GROUP, MASKED, WIDE,
             )
+    # fmt: on
 
     first_row = (batch * tl.num_programs(1) + kv_head) * G
     rows = (first_row + heads) * SPLITS + split

@@ -131,7 +131,7 @@ def test_the_new_position_is_written_before_it_is_read(position):
     """Its slot may be in any share of the sequence."""
     c = config()
     node, args = attention(c, False), call(c, False, [position])
-    knobs = StepKnobs(warps=2, block=16, stages=1, splits=2, ahead=0, rows=4, row_warps=4)
+    knobs = StepKnobs(warps=2, block=16, stages=1, splits=2, rows=4, row_warps=4)
     assert_matches(node, args, knobs)
     args[2].k[:, position % WINDOW], args[2].v[:, position % WINDOW] = 1e4, -1e4
     assert_matches(node, args, knobs)
@@ -152,7 +152,7 @@ def test_padding_goes_to_the_spare_slot(full):
 def test_many_shares_are_combined_in_a_kernel_of_their_own():
     c = config()
     node, args = attention(c, True), call(c, True, [CAPACITY - 1])
-    node_knobs = StepKnobs(warps=1, block=16, stages=1, splits=5, ahead=1, rows=4, row_warps=4)
+    node_knobs = StepKnobs(warps=1, block=16, stages=1, splits=5, rows=4, row_warps=4)
     fused = run_triton(CHANGE, node, *copied(args), knobs=node_knobs)
     import optimized.attention_step as module
 
