@@ -1,8 +1,9 @@
 """The line to the Messages API: a process of its own, which alone has the key and the network.
 
 The run's process hands it a request and hears from it, in lines of JSON: `alive` while it waits or
-streams, `retry` with the reason and the wait, then `message` or `failed`. It asks again after 408,
-409, 429, 5xx, an overloaded service and broken connections; `retry-after` is honoured.
+streams, `retry` with the reason and the wait, then `message`, `again` or `failed`. It asks again
+after 408, 409, 429, 5xx, an overloaded service and broken connections; `retry-after` is honoured.
+An answer that broke off has cost something, so whether to ask again is for the run to say.
 """
 
 import json
@@ -27,6 +28,7 @@ BEAT_S = 5.0
 AGAIN = 408, 409, 429
 AGAIN_TYPES = "overloaded_error", "api_error", "rate_limit_error", "timeout_error"
 
+ENDED = "the process that speaks to the Messages API has ended"
 KEYS = "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"
 
 Tell = Callable[..., None]
@@ -36,6 +38,14 @@ def require_key() -> None:
     """UserError where the environment had no key."""
     if not any(os.environ.get(name) or secrets.TAKEN.get(name) for name in KEYS):
         raise UserError(f"no key for the Messages API; set {KEYS[0]}")
+
+
+class AskAgain(Exception):
+    """The answer broke off; what it may have cost was told."""
+
+
+class NoAnswer(UserError):
+    """The service gave none, or refused to."""
 
 
 class Line:
@@ -62,27 +72,29 @@ class Line:
         self.address = str(self._read()["ready"])
 
     def ask(self, request: dict[str, Any], patience_s: float = PATIENCE_S) -> dict[str, Any]:
-        """The answer to a request; UserError if there is none."""
+        """The answer to a request; AskAgain if it broke off, NoAnswer if there is none."""
         order = {"request": request, "patience_s": patience_s, "first_wait_s": self.first_wait_s}
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
         except OSError as error:
-            raise UserError("the process that speaks to the Messages API has ended") from error
+            raise NoAnswer(ENDED) from error
         while True:
             told = self._read()
             if "message" in told:
                 return told["message"]
+            if "again" in told:
+                raise AskAgain
             if "failed" in told:
-                raise UserError(f"the Messages API at {self.address}: {told['failed']}")
+                raise NoAnswer(f"the Messages API at {self.address}: {told['failed']}")
             self.hear(told)
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         text = self.process.stdout.readline()
         if not text.endswith("\n"):
-            raise UserError("the process that speaks to the Messages API has ended")
+            raise NoAnswer(ENDED)
         return json.loads(text)
 
     def close(self) -> None:
@@ -142,6 +154,9 @@ def answer(client: Any, order: dict[str, Any], tell: Tell) -> None:
             return
         tell(retry=reason, wait_s=round(wait_s, 2), usage=received.lost_usage())
         wait(wait_s, tell)
+        if received.usage:
+            tell(again=True)
+            return
 
 
 def wait(seconds: float, tell: Tell) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from agents.budget import Budget, BudgetSpent
-from agents.claude.line import PATIENCE_S
+from agents.claude.line import PATIENCE_S, AskAgain
 from agents.claude.spend import MOST_OUTPUT, Purse
 from agents.claude.tools import TOOLS, complaint
 from agents.claude.trajectory import Call, Conversation, Event, Trajectory
@@ -21,7 +21,7 @@ class Answers(Protocol):
     """Where answers come from: the service, or a record."""
 
     def ask(self, request: dict[str, Any], patience_s: float) -> dict[str, Any] | None:
-        """An answer; None where there are no more."""
+        """An answer; None where there are no more, AskAgain where one broke off."""
         ...
 
 
@@ -102,7 +102,10 @@ class Talk:
         elif said.quiet:
             self.note("nudge", text=CUT if said.stop == "max_tokens" else NUDGE)
         self.budget.require()
-        message = self.answers.ask(self.request(self.afford()), PATIENCE_S)
+        try:
+            message = self.answers.ask(self.request(self.afford()), PATIENCE_S)
+        except AskAgain:
+            return  # what was lost is noted, and counts when the next request is reckoned
         if message is None:
             self.note("ended", reason="the record has no more answers")
         else:

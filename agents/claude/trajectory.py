@@ -22,8 +22,8 @@ Message = dict[str, Any]
 
 
 class Trajectory:
-    """Append-only JSONL: `began`, `answer`, `result`, `submitted`, `nudge`, `lost`, `differs`,
-    `retry`, `ended`."""
+    """Append-only JSONL: `began`, `retry`, `answer`, `result`, `submitted`, `nudge`, `compared`,
+    `ended`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,7 +114,7 @@ class Conversation:
             case "nudge":
                 self.messages.append({"role": "user", "content": event["text"]})
                 self.nudges, self.quiet = self.nudges + 1, False
-            case "lost" | "retry":
+            case "retry":
                 self.spent += Spent.of(event.get("usage", {}))
             case "ended":
                 self.ended = event["reason"]

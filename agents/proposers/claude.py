@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from agents.claude.desk import Desk
-from agents.claude.line import Line
+from agents.claude.line import Line, NoAnswer
 from agents.claude.options import CLAUDE, Options
 from agents.claude.spend import Spent
 from agents.claude.talk import Answers, Talk
 from agents.claude.trajectory import Call, Event, Trajectory
 from agents.proposers.base import Context, Suggestion, suggest_file
+from harness.errors import UserError
 
 SYSTEM = (Path(__file__).parents[1] / "claude" / "system.md").read_text()
 SPENT = "agent_spent"  # the ledger's event
@@ -72,6 +73,9 @@ class Claude:
         self.desk.session.progress.stage("the model works on a change")
         try:
             found = self.talk.next()
+        except NoAnswer as error:
+            again = f"--resume {self.desk.session.directory}"
+            raise UserError(f"{error}; continue with {again}") from error
         finally:
             self.account(self.talk)
         if found is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agents.claude.line import KEYS, Line
+from agents.claude.line import KEYS, AskAgain, Line, NoAnswer
 from agents.claude.received import MALFORMED
 from agents.claude.spend import PRICES, Purse, Spent
 from harness.errors import UserError
@@ -31,10 +31,13 @@ def spoken():
         def spoken(*steps: Step, patience_s: float = 20.0):
             heard.clear()
             api.play(*steps)
-            try:
-                return line.ask(REQUEST, patience_s), heard, api
-            except UserError as error:
-                return str(error), heard, api
+            while True:
+                try:
+                    return line.ask(REQUEST, patience_s), heard, api
+                except AskAgain:
+                    continue
+                except NoAnswer as error:
+                    return str(error), heard, api
 
         yield spoken
         line.close()

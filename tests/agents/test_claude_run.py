@@ -76,7 +76,7 @@ SPIES = """
 """
 TELLS = 'raise RuntimeError("knows " + " ".join(sorted(os.environ)))'
 HARMLESS = "OMP_NUM_THREADS"
-DECIDED = "decode gained ", "decode got slower by "
+DECIDED = "decode gained ", "decode got slower by ", "prefill got slower by "
 
 
 def text(name: str, body: str, **more) -> str:
@@ -108,23 +108,26 @@ def test_a_model_that_cheats_breaks_a_rounding_point_and_then_submits_an_honest_
     paths = "../secret.py", "/etc/passwd", ".git/config"
     escapes = [call("read_file", path=path) for path in paths]
     escapes.append(call("write_change", file="../../harness/judge.py", text="x = 1"))
-    steps = (
-        Step([call("region", region="scaled_norm"), call("attempts")]),
-        Step([writes("cheats", CHEATS), submits("cheats")]),
-        Step([writes("breaks", BREAKS), submits("breaks")]),
-        Step([writes("breaks", f"# the same again\n{BREAKS}"), call("verify", file="breaks.py")]),
-        Step([writes("honest", HONEST), call("verify", file="honest.py")]),
-        Step([call("bench", file="honest.py"), submits("honest")]),
-        Step([submits("honest")]),
-        Step([writes("tells", TELLS), call("verify", file="tells.py"), *escapes]),
-    )
     with FakeApi() as api:
         port = int(api.url.rpartition(":")[2])
         spies = writes("spies", SPIES, words=backwards(KEY, SECRET, HARMLESS), port=port)
-        api.play(*steps, Step([spies, submits("spies")]), GIVES_UP)
+        same = f"# the same again\n{BREAKS}"
+        steps = (
+            Step([call("region", region="scaled_norm"), call("attempts")]),
+            Step([writes("cheats", CHEATS), submits("cheats")]),
+            Step([writes("breaks", BREAKS), submits("breaks")]),
+            Step([writes("breaks", same), call("verify", file="breaks.py")]),
+            Step([writes("tells", TELLS), call("verify", file="tells.py"), *escapes]),
+            Step([spies, submits("spies")]),
+            Step([writes("honest", HONEST), call("verify", file="honest.py")]),
+            Step([call("bench", file="honest.py"), submits("honest")]),
+            Step([submits("honest")]),
+            GIVES_UP,
+        )
+        api.play(*steps)
         done = goes_on(directory, api, "--budget-usd", "1")
     assert done.returncode == 0, done.stderr
-    cheats, breaks, honest, *rest = attempts(directory)
+    cheats, breaks, spied, honest = attempts(directory)
     assert (cheats.status, breaks.status) == (Status.REJECTED, Status.REJECTED)
     assert cheats.reason.startswith("region verdict: remembers results: ")
     point = "`wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) [mul]`"
@@ -142,35 +145,34 @@ def test_a_model_that_cheats_breaks_a_rounding_point_and_then_submits_an_honest_
     assert "output out (reduction): 0." in told[5] and "; the worst, " in told[5]
     # Another comment makes no other idea: it is not judged again.
     assert told[7] == f"the run tried this before, as it is: {told[5]}"
-    assert told[9].startswith("region verdict: passed\n")
-    assert told[10].startswith("blocks.*.norm, 1x1x64, 64, one call: ") and "; gain " in told[10]
-    assert told[11].startswith(f"{honest.status}: {honest.reason}\n")
-    again = told[12]
-    if honest.status is Status.KEPT:
-        assert again.startswith("stale: scaled_norm, or what is around or inside it, is replaced")
-    else:
-        assert again == f"the run tried this before: {told[11]}"
 
-    known = told[14].splitlines()[0]
+    known = told[9].splitlines()[0]
     assert "RuntimeError: knows " in known and " PATH " in known
     assert "ANTHROPIC" not in known and "MY_SECRET" not in known
-    assert all("is not to be read; what can be: reference, " in text for text in told[15:18])
-    assert told[18].startswith("'../../harness/judge.py' is no name for a change file")
-    if honest.status is Status.REJECTED:  # else its region is taken
-        (spies,) = rest
-        assert (spies.status, spies.reason) == (Status.FAILED, f"RuntimeError: seen: {HARMLESS}")
+    assert all("is not to be read; what can be: reference, " in text for text in told[10:13])
+    assert told[13].startswith("'../../harness/judge.py' is no name for a change file")
+    assert (spied.status, spied.reason) == (Status.FAILED, f"RuntimeError: seen: {HARMLESS}")
+
+    assert told[17].startswith("region verdict: passed\n")
+    assert told[18].startswith("blocks.*.norm, 1x1x64, 64, one call: ") and "; gain " in told[18]
+    assert told[19].startswith(f"{honest.status}: {honest.reason}\n")
+    if honest.status is Status.KEPT:
+        assert told[20].startswith("stale: scaled_norm, or what is around or inside it, is replace")
+    else:
+        assert told[20] == f"the run tried this before: {told[19]}"
     assert "this process has forgotten ANTHROPIC_API_KEY, ANTHROPIC_BASE_URL, " in done.stderr
 
     events = list(Ledger.open(directory).events())
     judged = [e.data for e in events if e.kind == EVENT]
-    assert [(j["file"], j["passed"]) for j in judged] == [("honest.py", True), ("tells.py", False)]
+    assert [(j["file"], j["passed"]) for j in judged] == [("tells.py", False), ("honest.py", True)]
     spent = [e.data for e in events if e.kind == SPENT]
-    assert [Path(s["file"]).name[:6] for s in spent][:3] == ["cheats", "breaks", "honest"]
-    assert [s["spent"]["input"] for s in spent][:3] == [200, 100, 300]
-    assert spent[2]["total"]["output"] == 300
+    names = [Path(s["file"]).name.partition("-")[0] for s in spent]
+    assert names == ["cheats", "breaks", "spies", "honest"]
+    assert [s["spent"]["input"] for s in spent] == [200, 100, 300, 200]
+    assert spent[3]["total"]["output"] == 400
     assert spent[0]["usd"] == pytest.approx((200 * 4 + 100 * 20) / 1e6)
     assert trajectory(directory)[-1]["reason"] == "the model gave up: nothing is left"
-    assert len(api.asked) == len(steps) + 2
+    assert len(api.asked) == len(steps)
     written = "".join(p.read_text() for p in directory.rglob("*") if p.suffix in TEXTS)
     assert KEY not in written and KEY not in done.stderr
 

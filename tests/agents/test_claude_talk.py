@@ -65,6 +65,7 @@ def begin(api, line, tmp_path):
         record = Trajectory(tmp_path / "trajectory.jsonl")
         budget = Budget(10.0)
         talk = Talk(line, table, record, "system", settings, purse=purse, budget=budget, **more)
+        line.hear = lambda told: talk.note("retry", **told) if "retry" in told else None
         return talk, table
 
     return begin
@@ -165,6 +166,17 @@ def test_a_budget_ends_it_before_more_is_asked_and_it_can_go_on(begin, api) -> N
     again, _ = begin(tokens=10**6)
     assert again.next() is None and len(api.asked) == 3
     assert again.said.spent.tokens == 64_150
+
+
+def test_an_answer_that_broke_off_counts_before_it_is_asked_for_again(begin, api) -> None:
+    lost = Step([say("it breaks off here")], cut=3, usage={"input_tokens": 30_000})
+    talk, _ = begin(lost, calls("give_up", reason="done"), tokens=35_000)
+    with pytest.raises(BudgetSpent, match="is left of 35,000 tokens; used: 30,"):
+        talk.next()
+    assert len(api.asked) == 1
+    again, _ = begin(tokens=100_000)
+    assert again.next() is None and len(api.asked) == 2
+    assert again.said.spent.input == 30_100
 
 
 def test_a_long_conversation_begins_anew_with_summaries(begin, api) -> None:
