@@ -83,20 +83,25 @@ def norm_combine_kernel(
     if COLUMNS < WIDTH:
         norm_here = tl.load(norm_ptr + column, mask=column < D, other=0.0)
     previous_is_done(PDL)
-    total = tl.zeros([COLUMNS], tl.float32)
+    # All rows are asked for before the first is reduced.
+    whole, here, shares = (), (), ()
     for slot in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
         place = token * K + slot
         if PLACED:
             place = tl.load(places_ptr + place).to(tl.int64)
+        shares = shares + (tl.load(weights_ptr + token * weights_stride + slot),)
         row = y_ptr + place * D
-        y = tl.load(row + every, mask=every < D, other=0.0).to(tl.float32)
-        scaled = scaled_input(y, norm)
+        whole = whole + (tl.load(row + every, mask=every < D, other=0.0),)
+        if COLUMNS < WIDTH:
+            here = here + (tl.load(row + column, mask=column < D, other=0.0),)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for slot in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
+        scaled = scaled_input(whole[slot].to(tl.float32), norm)  # pyright: ignore
         inverse = tl.rsqrt(tl.sum(scaled * scaled, axis=0) * (1.0 / D) + eps)
         if COLUMNS < WIDTH:
-            y = tl.load(row + column, mask=column < D, other=0.0).to(tl.float32)
-            scaled = scaled_input(y, norm_here)
+            scaled = scaled_input(here[slot].to(tl.float32), norm_here)  # pyright: ignore
         normed = (scaled * inverse).to(tl.bfloat16).to(tl.float32)
-        weighted = normed * tl.load(weights_ptr + token * weights_stride + slot)
+        weighted = normed * shares[slot]
         total = weighted if slot == 0 else total + weighted
     tl.store(out_ptr + token * D + column, (total * scale).to(tl.bfloat16), mask=column < D)
 
