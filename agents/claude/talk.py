@@ -1,5 +1,6 @@
 """The conversation: ask the model, do what it calls for, until it submits a change or ends."""
 
+import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from agents.claude.trajectory import Call, Conversation, Event, Trajectory
 MOST_ANSWERS = 60  # without a submission: the model goes round in circles
 MOST_NUDGES = 2  # in a row, to a model that calls no tool
 MOST_CONTEXT = 120_000  # tokens of a prompt; then the conversation begins anew, with summaries
+UNSEEN = 1_000  # tokens that the service adds where there are tools, at most
 NUDGE = "Go on with a tool call; end with submit or give_up."
 CUT = "Your answer was cut off at its limit of tokens. Go on, in smaller steps."
 REFUSED = "the model refused"
@@ -135,7 +137,8 @@ class Talk:
     @property
     def prompt(self) -> int:
         """Tokens of the next prompt, at most."""
-        return self.said.prompt_at_most(len(self.system.encode()) + len(str(TOOLS)))
+        fixed = len(self.system.encode()) + len(json.dumps(TOOLS)) + UNSEEN
+        return self.said.prompt_at_most(fixed)
 
     def afford(self) -> int:
         """The longest answer that may be asked for, tokens."""
