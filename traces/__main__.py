@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness import cli
 from harness.errors import UserError
-from traces import tables
+from traces import diff_page, tables
 from traces.diff import diff
 from traces.kernels import BY, KernelTable, aggregate, kernel_rows
 from traces.layers import layer_map
@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     changes.add_argument("before", type=Path, metavar="A")
     changes.add_argument("after", type=Path, metavar="B")
     changes.add_argument("--top", type=int, metavar="N", help="only the first N rows")
+    changes.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
 
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -147,6 +148,8 @@ def run_candidates(options: argparse.Namespace) -> None:
 def run_diff(options: argparse.Namespace) -> None:
     before, after = load(options.before), load(options.after)
     found = diff(kernel_rows(before), kernel_rows(after))
+    if options.html is not None:
+        diff_page.write(options.html, diff_page.page(before, after, found[: options.top]))
     if options.json:
         print_json(
             {

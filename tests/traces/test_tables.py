@@ -1,8 +1,11 @@
 """Kernel rows, their sums, layer maps and diffs, on traces made by hand."""
 
+import re
+
 import pytest
 
 from tests.traces.made import CEILINGS, Did, trace
+from traces import diff_page
 from traces.diff import diff
 from traces.kernels import aggregate, common, headroom, kernel_rows
 from traces.layers import layer_map
@@ -107,6 +110,18 @@ def test_diff_of_a_module_that_only_one_side_has() -> None:
     changes = {d.module: d.status for d in diff(kernel_rows(one), kernel_rows(two))}
     assert changes == {"old": "vanished", "new": "appeared"}
     assert [d.status for d in diff(kernel_rows(one), kernel_rows(one))] == ["same"]
+
+
+def test_diff_as_a_page_draws_both_sides_to_one_scale() -> None:
+    before = stack(("a", "b"), ("a", "b"), ("c",))
+    after = stack(("<fused>",), ("<fused>",), ("c",))
+    page = diff_page.page(before, after, diff(kernel_rows(before), kernel_rows(after)))
+    assert "<h2>layers.*</h2>" in page and '<b class="faster">faster</b>' in page
+    assert "50.0 → 30.0 µs" in page and "-20.0 µs" in page and "5 → 3 kernels" in page
+    assert re.findall(r'width="([\d.]+)" height="8"', page) == ["1000.0", "600.0"]
+    assert "<summary>2 appeared</summary><ul><li>2 × <code>&lt;fused&gt;</code>" in page
+    assert "2 × <code>a</code></li><li>2 × <code>b</code>" in page
+    assert not re.search(r"https?:|src=|<script", page)
 
 
 def test_ambiguous_time_is_not_attributed() -> None:

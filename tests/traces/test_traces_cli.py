@@ -44,8 +44,10 @@ def test_tables_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> No
     layer = printed(capsys, "layer-map", str(file))
     assert ": 1" not in layer.splitlines()[0]
     assert layer.splitlines()[0].startswith("0 (")
-    same = printed(capsys, "diff", str(file), str(file), "--top", "1")
+    page = file.with_name("diff.html")
+    same = printed(capsys, "diff", str(file), str(file), "--top", "1", "--html", str(page))
     assert "+0.0" in same
+    assert page.read_text().count("<article>") == 1
 
 
 @pytest.mark.parametrize(
