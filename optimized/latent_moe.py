@@ -26,7 +26,7 @@ from torch import Tensor
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.expert_knobs import MAX_PAIRS
 from optimized.latent_kernels import choose_norm_kernel, route_pool_kernel
-from optimized.norm_combine import MAX_WIDTH, norm_combine
+from optimized.norm_combine import MAX_WIDTH, NormCombineKnobs, norm_combine
 from optimized.pair_products import PairKnobs, pair_product
 from optimized.router_choose import Rule
 from optimized.router_topk import outside_router
@@ -117,8 +117,10 @@ def build(node: Any, knobs: LatentKnobs | None):
         inner = node.experts
         hidden = pair_product(z, experts, inner.gate_up_proj, True, chosen.of("up"))
         y = pair_product(hidden, experts, inner.down_proj, False, chosen.of("down"))
-        norm = inner.post_expert_norm
-        y = norm_combine(inner.rank_sum(y), weights, norm.weight, norm.eps, inner.combine.scale)
+        norm, scale = inner.post_expert_norm, inner.combine.scale
+        summed = NormCombineKnobs(**chosen.of("sum"))
+        y = inner.rank_sum(y)
+        y = norm_combine(y, weights, norm.weight, norm.eps, scale, knobs=summed)
         y = y.narrow(1, node.rank * node.expert_part, node.expert_part)
         return node.rank_sum(node.post_expert_proj(y)).view_as(x)
 

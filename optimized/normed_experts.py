@@ -25,7 +25,7 @@ from optimized import routed_experts
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.expert_knobs import MAX_PAIRS
 from optimized.grouped_experts import GroupedKnobs, grouped_experts
-from optimized.norm_combine import MAX_WIDTH, norm_combine
+from optimized.norm_combine import MAX_WIDTH, NormCombineKnobs, norm_combine
 from optimized.pair_products import PairKnobs, pair_product
 from optimized.routed_experts import shape
 from optimized.triton_support import outside_domain
@@ -58,7 +58,7 @@ def build(node: Any, knobs: PairKnobs | GroupedKnobs | None):
     """(z [N, D] BF16, weights [N, K] FP32, experts [N, K] int64) -> [N, D] BF16."""
 
     def forward(z: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        places = None
+        places = summed = None
         if experts.numel() > MAX_PAIRS:
             grouped = knobs if isinstance(knobs, GroupedKnobs) else None
             y, order = grouped_experts(node, z, experts, grouped, rounded=True)
@@ -68,9 +68,10 @@ def build(node: Any, knobs: PairKnobs | GroupedKnobs | None):
             chosen = few or PairKnobs.heuristic(shape(node, z, weights, experts))
             hidden = pair_product(z, experts, node.gate_up_proj, True, chosen.of("up"))
             y = pair_product(hidden, experts, node.down_proj, False, chosen.of("down"))
+            summed = NormCombineKnobs(**chosen.of("sum"))
         y = node.rank_sum(y)
         norm, scale = node.post_expert_norm, node.combine.scale
-        return norm_combine(y, weights, norm.weight, norm.eps, scale, places=places)
+        return norm_combine(y, weights, norm.weight, norm.eps, scale, places=places, knobs=summed)
 
     return forward
 

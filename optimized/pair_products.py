@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.change import KnobValue
+from optimized.norm_combine import NormCombineKnobs
 from optimized.triton_support import (
     OfflineCase,
     launch,
@@ -35,7 +36,7 @@ MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
 class PairKnobs:
     """Per product: `rows` of outputs a program, the `block` of the sum at a time, `stages` of the
     pipelined loop, `warps`. The second, ungated one holds all of its weights before the first is
-    done where it has 0 stages."""
+    done where it has 0 stages. The third kernel's are those of `NormCombineKnobs`."""
 
     up_rows: int
     up_block: int
@@ -45,12 +46,15 @@ class PairKnobs:
     down_block: int
     down_stages: int
     down_warps: int
+    sum_columns: int
+    sum_warps: int
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "PairKnobs":
         up_block = min(1024, triton.next_power_of_2(shape["D"]))
         down_block = min(512, triton.next_power_of_2(shape["F"]))
         held = 8 * down_block * triton.cdiv(shape["F"], down_block) <= MAX_HELD * 128
+        sums = NormCombineKnobs.heuristic({"N": 1, "D": shape["D"]})
         return cls(
             up_rows=2,
             up_block=up_block,
@@ -60,6 +64,8 @@ class PairKnobs:
             down_block=down_block,
             down_stages=0 if held else 3,
             down_warps=4,
+            sum_columns=sums.columns,
+            sum_warps=sums.warps,
         )
 
     @classmethod
@@ -73,6 +79,7 @@ class PairKnobs:
             "down_block": (64, 128, 256, 512),
             "down_stages": (0, 2, 3, 4),
             "down_warps": (2, 4, 8),
+            **{f"sum_{name}": n for name, n in NormCombineKnobs.candidates(shape).items()},
         }
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
@@ -83,6 +90,7 @@ class PairKnobs:
         )
         return (
             self.up_stages > 0
+            and NormCombineKnobs(**self.of("sum")).is_valid(shape)
             and (self.down_stages > 0 or held <= MAX_HELD * 32 * self.down_warps)
             and all(
                 block < 2 * width
@@ -93,7 +101,7 @@ class PairKnobs:
         )
 
     def of(self, product: str) -> dict[str, int]:
-        """The knobs of "up" or "down" by name."""
+        """The knobs of "up", "down" or "sum" by name."""
         names = [f.name for f in fields(self) if f.name.startswith(product)]
         return {name.removeprefix(f"{product}_"): getattr(self, name) for name in names}
 

@@ -109,6 +109,8 @@ def test_sums_in_several_steps(stages):
         down_block=16,
         down_stages=stages,
         down_warps=4,
+        sum_columns=64,
+        sum_warps=4,
     )
     assert knobs.is_valid({"P": 4, "K": 2, "D": 72, "F": 24})
     assert_matches(node(4, 72, 24), bf16(2, 72), choices(2, 2, 4), knobs)
