@@ -171,6 +171,7 @@ def residual_boundary_kernel(
             y_share_tail, h_share_tail = gate_shares(gate, y_scale, h_scale)
 
     previous_is_done(PDL)
+    WEIGHTED: tl.constexpr = POST == "weighted"
     first = tl.program_id(0).to(tl.int64) * ROWS
     for row in range(first, tl.minimum(first + ROWS, count)):
         y_row, h_row = y_ptr + row * y_stride, h_ptr + row * h_stride
@@ -186,7 +187,6 @@ def residual_boundary_kernel(
                 y_tail = scaled_input(y_tail, post_tail)
             squares += tl.sum(y_tail * y_tail, axis=0)
         inverse = tl.rsqrt(squares * (1.0 / D) + post_eps)
-        WEIGHTED: tl.constexpr = POST == "weighted"
         h_head = post_norm_and_add(
             y_head, h_head, post_head, inverse, y_share_head, h_share_head, WEIGHTED, GATED
         )
