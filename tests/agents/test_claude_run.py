@@ -9,7 +9,6 @@ from agents.claude.ideas import EVENT
 from agents.proposers.claude import SPENT
 from harness.ledger import Ledger
 from harness.records import Status
-from tests.agents import agent_run
 from tests.agents.agent_run import SECRET, attempts, begun, goes_on, results, trajectory
 from tests.agents.fake_api import KEY, FakeApi, Step, call, calls
 
@@ -97,14 +96,15 @@ def backwards(*found: str) -> list[str]:
 
 
 GIVES_UP = calls("give_up", reason="nothing is left")
+TEXTS = ".jsonl", ".json", ".md", ".html", ".py"
 
 
-@pytest.mark.slow
-def test_a_model_that_cheats_breaks_a_rounding_point_and_then_submits_an_honest_change(
-    tmp_path: Path,
-) -> None:
-    """No secret, no path elsewhere and no network reach what it wrote."""
-    directory = begun(tmp_path / "run", "claude")
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory) -> tuple[Path, str]:
+    """A run with a model that cheats, breaks a rounding point, spies, and then submits an honest
+    change, killed when the first attempt is due and continued: its directory, and what the
+    continued one said."""
+    directory = begun(tmp_path_factory.mktemp("scripted") / "run", "claude")
     paths = "../secret.py", "/etc/passwd", ".git/config"
     escapes = [call("read_file", path=path) for path in paths]
     escapes.append(call("write_change", file="../../harness/judge.py", text="x = 1"))
@@ -125,8 +125,20 @@ def test_a_model_that_cheats_breaks_a_rounding_point_and_then_submits_an_honest_
             GIVES_UP,
         )
         api.play(*steps)
+        died = goes_on(directory, api, "--budget-usd", "1", killed="submitted")
+        assert died.returncode == -9 and attempts(directory) == [], died.stderr
         done = goes_on(directory, api, "--budget-usd", "1")
     assert done.returncode == 0, done.stderr
+    assert len(api.asked) == len(steps)  # nothing was asked twice
+    return directory, done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_that_cheats_and_breaks_a_rounding_point_is_told_why_and_decided_by_rule(
+    scripted,
+) -> None:
+    """No secret, no path elsewhere and no network reach what it wrote."""
+    directory, said = scripted
     cheats, breaks, spied, honest = attempts(directory)
     assert (cheats.status, breaks.status) == (Status.REJECTED, Status.REJECTED)
     assert cheats.reason.startswith("region verdict: remembers results: ")
@@ -160,7 +172,7 @@ def test_a_model_that_cheats_breaks_a_rounding_point_and_then_submits_an_honest_
         assert told[20].startswith("stale: scaled_norm, or what is around or inside it, is replace")
     else:
         assert told[20] == f"the run tried this before: {told[19]}"
-    assert "this process has forgotten ANTHROPIC_API_KEY, ANTHROPIC_BASE_URL, " in done.stderr
+    assert "this process has forgotten ANTHROPIC_API_KEY, ANTHROPIC_BASE_URL, " in said
 
     events = list(Ledger.open(directory).events())
     judged = [e.data for e in events if e.kind == EVENT]
@@ -172,55 +184,42 @@ def test_a_model_that_cheats_breaks_a_rounding_point_and_then_submits_an_honest_
     assert spent[3]["total"]["output"] == 400
     assert spent[0]["usd"] == pytest.approx((200 * 4 + 100 * 20) / 1e6)
     assert trajectory(directory)[-1]["reason"] == "the model gave up: nothing is left"
-    assert len(api.asked) == len(steps)
     written = "".join(p.read_text() for p in directory.rglob("*") if p.suffix in TEXTS)
-    assert KEY not in written and KEY not in done.stderr
-
-
-TEXTS = ".jsonl", ".json", ".md", ".html", ".py"
+    assert KEY not in written and KEY not in said
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_an_attempt_pays_nothing_twice_and_its_record_is_replayed(
-    tmp_path: Path,
-) -> None:
-    first = begun(tmp_path / "first", "claude")
-    steps = (
-        Step([writes("cheats", CHEATS)]),
-        Step([submits("cheats")]),
-        Step([writes("breaks", BREAKS), call("verify", file="breaks.py")]),
-        GIVES_UP,
-    )
-    with FakeApi(*steps) as api:
-        died = goes_on(first, api, "--budget-usd", "1", killed="submitted")
-        assert died.returncode == -9 and attempts(first) == [], died.stderr
-        done = goes_on(first, api, "--budget-usd", "1")
-    assert done.returncode == 0, done.stderr
-    assert len(api.asked) == len(steps)
-    (cheats,) = attempts(first)
-    assert cheats.reason.startswith("region verdict: remembers results: ")
-    kinds = [e["kind"] for e in trajectory(first)]
-    assert kinds.count("answer") == len(steps) and kinds.count("submitted") == 1
-    tools = "write_change", "submit", "write_change", "verify"
-    assert tuple(e["name"] for e in trajectory(first) if e["kind"] == "result") == tools
-    events = list(Ledger.open(first).events())
-    assert [e.data["file"] for e in events if e.kind == EVENT] == ["breaks.py"]
-    assert len([e for e in events if e.kind == SPENT]) == 1
+def test_a_run_killed_before_an_attempt_pays_nothing_twice(scripted) -> None:
+    directory, _ = scripted
+    events = trajectory(directory)
+    submitted = [Path(e["file"]).name for e in events if e["kind"] == "submitted"]
+    assert len(submitted) == 4 and sum(e["kind"] == "answer" for e in events) == 10
+    assert [a.index for a in attempts(directory)] == [3, 4, 5, 6]
+    assert [Path(a.name).name for a in attempts(directory)] == submitted
+    calls_made = [e["id"] for e in events if e["kind"] == "result"]
+    assert len(calls_made) == len(set(calls_made)) == 21
 
-    record = first / agent_run.FOLDER / agent_run.NAME
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
+
+@pytest.mark.slow
+def test_a_record_is_replayed_without_network_and_what_differs_is_said(scripted, tmp_path) -> None:
+    """Its first answers, of whose results one is not what the tools say."""
+    directory, _ = scripted
+    lines = trajectory(directory)
+    end = [i for i, e in enumerate(lines) if e["kind"] == "answer"][4]
     for event in lines:
         if event.get("name") == "verify":
             event["text"] = "region verdict: passed"
-    record.write_text("".join(json.dumps(event) + "\n" for event in lines))
-    second = begun(tmp_path / "second", f"replay:{record}")
-    done = goes_on(second, None)
+    record = tmp_path / "record.jsonl"
+    record.write_text("".join(json.dumps(event) + "\n" for event in lines[:end]))
+    again = begun(tmp_path / "again", f"replay:{record}")
+    done = goes_on(again, None)
     assert done.returncode == 0, done.stderr
-    (now,) = attempts(second)
-    assert (now.status, now.reason) == (cheats.status, cheats.reason)
-    assert Path(now.name).name == Path(cheats.name).name
-    compared = [e["how"] for e in trajectory(second) if e["kind"] == "compared"]
-    assert compared == ["as recorded", "as recorded", "as recorded", "differ"]
+    before, now = attempts(directory)[:2], attempts(again)
+    assert [(a.status, a.reason) for a in now] == [(a.status, a.reason) for a in before]
+    assert [Path(a.name).name for a in now] == [Path(a.name).name for a in before]
+    compared = [e["how"] for e in trajectory(again) if e["kind"] == "compared"]
+    assert compared == ["as recorded"] * 7 + ["differ"]
     said = done.stderr
     assert "differs from the record: verify(file='breaks.py'); recorded: region verdict: pa" in said
-    assert "replay of 4 results: 3 as recorded, 0 differ in figures only, 1 differ" in said
+    assert "replay of 8 results: 7 as recorded, 0 differ in figures only, 1 differ" in said
+    assert "the model's work ended: the record has no more answers" in said
