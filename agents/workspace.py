@@ -8,7 +8,7 @@ the base commit's. What is kept becomes a commit on the candidate's branch; all 
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from harness.errors import UserError
 from harness.git import Git
 from optimized.plan_text import slug
 from reports.pr_bundle import Bundle
+from reports.pr_patch import wrapped
 from reports.pr_record import Committed
 
 WRITABLE = "optimized"
@@ -184,6 +185,8 @@ class Workspace:
         """Also one whose file `.git` was written over."""
         shutil.rmtree(path, ignore_errors=True)
         self.git.run("worktree", "remove", "--force", path, allowed=(0, 128))
+        with suppress(OSError):
+            self.folder.rmdir()  # the last one's
 
 
 def commit_files(root: Path, run: Path, bundle: Bundle) -> Committed:
@@ -198,7 +201,7 @@ def commit_files(root: Path, run: Path, bundle: Bundle) -> Committed:
                 file = candidate.path / path
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(text.encode())
-            made = work.keep(candidate, f"{bundle.subject}\n\n{bundle.body}")
+            made = work.keep(candidate, f"{bundle.subject}\n\n{wrapped(bundle.body)}")
     except (Refused, UserError, OSError) as error:
         why = " ".join(str(error).split())
         return Committed(index=ground.index, commit=None, branch=None, absent=why)

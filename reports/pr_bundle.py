@@ -86,20 +86,25 @@ def kept_changes(ledger: Ledger) -> list[Kept]:
     grounds = {g.index: g for g in ledger.all(GROUND, Ground)}
     compiled = {c.index: c for c in ledger.all(COMPILED, Compiled)}
     committed = {c.index: c for c in ledger.all(COMMITTED, Committed)}
-    certificates: list[Certificate | None] = [*ledger.all("certificate", Certificate)]
-    certificates += [None] * (len(found) - len(certificates))
+    certificates = {
+        (c.change.name, c.region_seed): c for c in ledger.all("certificate", Certificate)
+    }
     return [
         Kept(
             attempt=attempt,
             time_s=time_s,
             environment=there,
             ground=grounds.get(attempt.index) or _unrecorded(attempt, there),
-            certificate=certificate,
+            certificate=certificates.get((attempt.name, _seed(attempt))),
             compiled=compiled.get(attempt.index),
             committed=committed.get(attempt.index),
         )
-        for (attempt, time_s, there), certificate in zip(found, certificates, strict=True)
+        for attempt, time_s, there in found
     ]
+
+
+def _seed(attempt: Attempt) -> int | None:
+    return attempt.region_verdict.seed if attempt.region_verdict else None
 
 
 def _unrecorded(attempt: Attempt, there: Environment) -> Ground:

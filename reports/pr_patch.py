@@ -32,7 +32,7 @@ def patch(before: Tree, after: Tree, *, subject: str, body: str, time_s: float) 
         "Content-Type: text/plain; charset=UTF-8",
         "Content-Transfer-Encoding: 8bit",
     ]
-    return "\n".join(head) + f"\n\n{_wrapped(body)}\n---\n\n{diffs}"
+    return "\n".join(head) + f"\n\n{wrapped(body)}\n---\n\n{diffs}"
 
 
 def difference(written: str, made: str) -> str:
@@ -48,7 +48,9 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()).encode("ascii", "backslashreplace").decode()
 
 
-def _wrapped(body: str) -> str:
+def wrapped(body: str) -> str:
+    """A message with its paragraphs wrapped, its indented lines as they are, and none that git
+    takes for the beginning of a patch."""
     lines: list[str] = []
     for line in body.strip().split("\n"):
         if line.startswith(" ") or not line.strip():

@@ -82,7 +82,7 @@ def test_what_is_kept_becomes_a_commit_and_nothing_of_the_users_moves(user, tmp_
     assert branches(work.git) == ["candidate/03-swiglu", "kept"]
     assert work.tip == kept
     work.close()
-    assert not list((tmp_path / "run" / "worktrees").glob("*"))
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["repository"]
     assert state(user) == before
     assert not (user.root / "hook-ran").exists()
 
