@@ -86,8 +86,9 @@ def kept_changes(ledger: Ledger) -> list[Kept]:
     grounds = {g.index: g for g in ledger.all(GROUND, Ground)}
     compiled = {c.index: c for c in ledger.all(COMPILED, Compiled)}
     committed = {c.index: c for c in ledger.all(COMMITTED, Committed)}
-    certificates = {
-        (c.change.name, c.region_seed): c for c in ledger.all("certificate", Certificate)
+    certificates: dict[tuple[str, int | None], Certificate] = {
+        (made.change.name, made.region_seed): made
+        for made in ledger.all("certificate", Certificate)
     }
     return [
         Kept(

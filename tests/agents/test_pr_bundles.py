@@ -217,7 +217,7 @@ echo "pull request $(wc -l < "$(dirname "$0")/said")"
 def test_opened_on_branches_without_touching_the_checkout(made, tmp_path):
     """With a remote that is a folder, and a program that stands for gh."""
     git = clone(made.upstream, tmp_path / "mine")
-    subprocess.run(["git", "init", "--quiet", "--bare", tmp_path / "hub"], check=True)
+    subprocess.run(["git", "clone", "-q", "--bare", made.upstream, tmp_path / "hub"], check=True)
     git.run("remote", "add", "hub", tmp_path / "hub")
     (git.root / "README.md").write_text("being edited\n")
     (git.root / "new.txt").write_text("new\n")
