@@ -9,6 +9,7 @@ from agents.claude.ideas import EVENT
 from agents.proposers.claude import SPENT
 from harness.ledger import Ledger
 from harness.records import Status
+from reports.run import Run
 from tests.agents.agent_run import SECRET, attempts, begun, goes_on, results, trajectory
 from tests.agents.fake_api import KEY, FakeApi, Step, call, calls
 
@@ -163,7 +164,10 @@ def test_a_model_that_cheats_and_breaks_a_rounding_point_is_told_why_and_decided
     assert "ANTHROPIC" not in known and "MY_SECRET" not in known
     assert all("is not to be read; what can be: reference, " in text for text in told[10:13])
     assert told[13].startswith("'../../harness/judge.py' is no name for a change file")
-    assert (spied.status, spied.reason) == (Status.FAILED, f"RuntimeError: seen: {HARMLESS}")
+    own = {row.name: row.in_force for row in Run.load(directory).own_process}
+    online = "" if own["no network"] else ", the network"
+    assert spied.status is Status.FAILED
+    assert spied.reason == f"RuntimeError: seen: {HARMLESS}{online}"
 
     assert told[17].startswith("region verdict: passed\n")
     assert told[18].startswith("blocks.*.norm, 1x1x64, 64, one call: ") and "; gain " in told[18]
