@@ -57,8 +57,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--across-environments", action="store_true", help="compare although the machine changed"
     )
-    p.add_argument("--rounds", type=int, default=3, help="of new processes, for a commit")
-    p.add_argument("--seconds", type=float, default=4.0, help="a round and kind, for a commit")
+    p.add_argument("--rounds", type=int, default=10, help="of new processes, for a commit")
+    p.add_argument("--seconds", type=float, default=2.0, help="a round and kind, for a commit")
 
 
 def run(a: argparse.Namespace) -> int:
@@ -172,7 +172,7 @@ def in_turns(
         times = rigs.in_turns(tree, root, order, rounds=rounds, seconds=seconds)
     pairs, found = {}, []
     for kind in KINDS:
-        pairs[kind], gains = interleaved(times.pairs[kind], times.twins[kind])
-        found.append(measured(kind, pairs[kind], gains))
+        pairs[kind] = interleaved(times.pairs[kind], times.twins[kind])
+        found.append(measured(kind, pairs[kind], rounds))
     same, _ = environment(machine, machine)
     return [bits(there, here), *found, same], pairs, replace(here, environment=machine)

@@ -14,7 +14,7 @@ import numpy as np
 
 from harness.record import Record
 from harness.records import SCHEMA, Environment, Latency, Paired, Timing
-from harness.stats import abba_differences, detectable, median, median_interval, null_effect
+from harness.stats import LEVEL, NULL_QUANTILE, abba_differences, median
 from reports import text
 from reports.run import KINDS, Run
 
@@ -175,31 +175,53 @@ def relative_effect(pair: Paired) -> float:
     return max(pair.mde_us, (high - low) / 2) / pair.candidate_us
 
 
-def interleaved(
-    pairs: Sequence[np.ndarray], twins: Sequence[np.ndarray]
-) -> tuple[Paired, list[float]]:
-    """The baseline against the current state, and the gain in each round.
+def interleaved(pairs: Sequence[np.ndarray], twins: Sequence[np.ndarray]) -> Paired:
+    """The baseline against the current state.
 
     `pairs` has one array [n, 4] a round: baseline, current, current, baseline; every round has
     processes of its own. `twins` are the same of the baseline and a second build of it.
+
+    Builds of one program differ by where they lie, and other work comes in bursts, so a round is
+    one sample, however many blocks it has. Their scatter is that of the twins about nothing and
+    that of the gains about their mean; it is Student's t that says what so few can tell.
     """
+    rounds = len(pairs)
     level = median(np.concatenate(pairs)[:, [0, 3]].ravel())
-    differences = [abba_differences(_levelled(times, level)) for times in pairs]
-    everything = np.concatenate(differences)
-    gain = median(everything)
-    offsets = [abba_differences(_levelled(times, level)) for times in twins]
-    own = null_effect(np.concatenate([d - median(d) for d in differences]))
-    times = np.concatenate(pairs)
-    pair = Paired(
-        base_us=median(times[:, [0, 3]].ravel()),
-        candidate_us=median(times[:, 1:3].ravel()),
-        candidate_interval_us=median_interval(times[:, 1:3].ravel()),
-        gain_us=gain,
-        gain_interval_us=median_interval(everything),
-        mde_us=max(detectable(offsets), own),
-        pairs=len(everything),
+    gains, offsets = (
+        np.array([median(abba_differences(_levelled(times, level))) for times in side])
+        for side in (pairs, twins)
     )
-    return pair, [median(d) for d in differences]
+    gain = float(gains.mean())
+    degrees = 2 * rounds - 1
+    spread = math.sqrt((((gains - gain) ** 2).sum() + (offsets**2).sum()) / degrees / rounds)
+    half = student(0.5 + LEVEL / 2, degrees) * spread
+    return Paired(
+        base_us=level,
+        candidate_us=level - gain,
+        candidate_interval_us=(level - gain - half, level - gain + half),
+        gain_us=gain,
+        gain_interval_us=(gain - half, gain + half),
+        mde_us=student(0.5 + NULL_QUANTILE / 2, degrees) * spread,
+        pairs=sum(map(len, pairs)),
+    )
+
+
+def student(share: float, degrees: int) -> float:
+    """The quantile of Student's t distribution for an odd number of degrees, by bisection."""
+
+    def below(t: float) -> float:
+        angle = math.atan(t / math.sqrt(degrees))
+        term, total = math.cos(angle), 0.0
+        for k in range((degrees - 1) // 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (2 * k + 2) / (2 * k + 3)
+        return 0.5 + (angle + math.sin(angle) * total) / math.pi
+
+    low, high = 0.0, 1e6
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < share else (low, middle)
+    return high
 
 
 def _levelled(times: np.ndarray, level: float) -> np.ndarray:
@@ -208,20 +230,17 @@ def _levelled(times: np.ndarray, level: float) -> np.ndarray:
     return times * (level / median(times[:, [0, 3]].ravel()))
 
 
-def measured(kind: str, pair: Paired, rounds: Sequence[float]) -> Finding:
-    """The finding on `interleaved` times: beyond the smallest effect, and so in every round."""
+def measured(kind: str, pair: Paired, rounds: int) -> Finding:
+    """The finding on `interleaved` times."""
     words = (
         f"{text.path(pair.base_us, pair.candidate_us)}: {percent(-pair.gain_us / pair.base_us)}, "
         f"in turns on one machine ({text.count(pair.pairs, 'pair')}, "
-        f"{text.count(len(rounds), 'round')}); smallest detectable effect "
+        f"{text.count(rounds, 'round')}); smallest detectable effect "
         f"{100 * pair.mde_us / pair.base_us:.2f}%"
     )
-    low, high = pair.gain_interval_us
     outcome = Outcome.SAME
-    if pair.gain_us < -pair.mde_us and high < 0 and max(rounds) < 0:
-        outcome = Outcome.SLOWER
-    elif pair.gain_us > pair.mde_us and low > 0 and min(rounds) > 0:
-        outcome = Outcome.FASTER
+    if abs(pair.gain_us) > pair.mde_us:
+        outcome = Outcome.FASTER if pair.gain_us > 0 else Outcome.SLOWER
     return Finding(name=f"latency, {kind}", outcome=outcome, words=words)
 
 

@@ -34,10 +34,11 @@ class Rig:
 
     def __init__(self, tree: Path, order: dict[str, Any]) -> None:
         path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
         self.tree = tree
         self.log = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(RIG)], cwd=tree, env={**os.environ, "PYTHONPATH": path},
+            [sys.executable, "-P", str(RIG)], cwd=tree, env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
         )  # fmt: skip
         self.first: dict[str, Any] = {}  # the answer to `order`

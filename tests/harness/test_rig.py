@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch
 from harness import rig
 from harness.workload import Workload
 from optimized.change import share
+from tests.layout import ROOT
 
 ORDER = {
     "model": "tests/agents/toy_model.py", "preset": "auto", "device": "cpu", "seed": 0,
@@ -77,6 +81,23 @@ def test_a_mark_tells_every_bit_in_its_place(dtype: torch.dtype) -> None:
     assert len(marks) == 1 + len(others)
     name = str(dtype).removeprefix("torch.")
     assert rig.mark(tensor).endswith(f"{name} [2, 3]")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses are fixed on Linux alone")
+def test_addresses_are_the_same_in_every_process_where_that_is_allowed() -> None:
+    code = "from harness.rig import unrandomised; unrandomised(); print(id(object()))"
+    allowed = "import ctypes; print(ctypes.CDLL(None).personality(0x0040000))"
+
+    def said(words: str) -> str:
+        command = [sys.executable, "-c", words]
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    if said(allowed).strip() == "-1":
+        pytest.skip("this container forbids personality(2)")
+    assert said(code) == said(code)
 
 
 def test_a_mark_tells_signed_zeros_apart() -> None:
