@@ -101,6 +101,20 @@ def test_a_run_of_another_commit_gets_no_fingerprint_of_this_one(cpu_run: Path) 
     assert run.points == {} and why is not None and "is of commit 417aea4+dirty" in why
 
 
+def test_a_run_of_this_commit_gets_its_fingerprint_once(cpu_run: Path) -> None:
+    ledger = cpu_run / Ledger.NAME
+    text = ledger.read_text().replace('"model": "beam"', f'"model": "{TOY}"', 1)
+    text = text.replace('"preset": "mini"', '"preset": "toy"', 1)
+    ledger.write_text(text.replace("417aea4", str(Git.open(ROOT).commit("HEAD"))))
+    run, why = ci.fingerprinted(Run.load(cpu_run))
+    assert why is None and run.unstable == ()
+    assert "result, decode after it: blocks.1.mixer" in run.points
+    assert Run.load(cpu_run).points == run.points
+    size = ledger.stat().st_size
+    assert ci.fingerprinted(Run.load(cpu_run))[0].points == run.points
+    assert ledger.stat().st_size == size
+
+
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """The last commit, and on top, not committed: a norm that rounds once more, and a pause."""
