@@ -65,6 +65,9 @@ def run(a: argparse.Namespace) -> int:
     """Exit code 1 on a regression."""
     if a.rounds < 1 or a.seconds <= 0:
         raise UserError("--rounds and --seconds must be above 0")
+    for file in (a.history, a.junit, a.output):  # before anything that takes long
+        if file is not None and not file.parent.is_dir():
+            raise UserError(f"there is no folder {file.parent}; make it, or name another file")
     started = time.monotonic()
     current = Run.load(a.current)
     file, base = recorded(a.baseline)
