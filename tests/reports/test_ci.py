@@ -124,7 +124,7 @@ def clone(tmp_path: Path) -> Path:
     model, text = top / TOY, (top / TOY).read_text()
     for old, new in (
         ("(wide * self.weight.float()).to(x.dtype)", "wide.to(x.dtype) * self.weight"),
-        ("        h = self.embed(ids)", "        time.sleep(0.03)\n        h = self.embed(ids)"),
+        ("        h = self.embed(ids)", "        time.sleep(0.01)\n        h = self.embed(ids)"),
         ("from dataclasses", "import time\nfrom dataclasses"),
     ):
         assert text.count(old) == 1
@@ -146,7 +146,7 @@ def test_a_commit_is_built_beside_the_tree_and_both_are_found(cpu_run: Path, clo
     assert not any("embed" in line for line in outcomes["bits"].details)
     assert outcomes["latency, decode"].outcome is not Outcome.UNKNOWN
     assert outcomes["environment"].outcome is Outcome.SAME
-    assert set(pairs) == set(KINDS) and pairs["decode"].gain_us < -15_000
+    assert set(pairs) == set(KINDS) and pairs["decode"].gain_us < -5_000
     assert here.environment is not None and here.environment.device == "cpu"
     # The worktree is gone, and the change in the clone's own files is still there.
     assert len(Git(clone).run("worktree", "list").splitlines()) == 1
