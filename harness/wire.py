@@ -33,7 +33,8 @@ def send(sock: socket.socket, message: dict[str, Any], blob: bytes = b"", *fds: 
     try:
         socket.send_fds(sock, [HEADER.pack(len(text), len(blob))], list(fds))
         sock.sendall(text)
-        sock.sendall(blob)
+        if blob:  # once it has the whole message, the other side may answer and go
+            sock.sendall(blob)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise Closed from error
 

@@ -171,10 +171,14 @@ def cases(names: Sequence[str] = ()) -> Iterator[tuple[str, OfflineCase]]:
             yield info.name, OfflineCase(*case)
 
 
-def compile_all(names: Sequence[str] = ()) -> Iterator[Row]:
-    """Compile every case (of the modules called `names`) for every target, one row each."""
+def compile_all(names: Sequence[str] = (), *, brief: bool = False) -> Iterator[Row]:
+    """Compile every case (of the modules called `names`) for every target, one row each; with
+    `brief`, a kernel's other cases than its first for the first target alone."""
+    seen: set[str] = set()
     for change, case in cases(names):
-        for target in TARGETS:
+        every = not brief or case.kernel.__name__ not in seen
+        seen.add(case.kernel.__name__)
+        for target in list(TARGETS)[: None if every else 1]:
             used = error = None
             try:
                 used = resources(
@@ -193,10 +197,10 @@ def compile_all(names: Sequence[str] = ()) -> Iterator[Row]:
             )
 
 
-def report() -> list[Row]:
+def report(*, brief: bool = False) -> list[Row]:
     """`compile_all()` in a process of its own, where kernels are never interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "optimized.offline", "--json"]
+    command = [sys.executable, "-m", "optimized.offline", "--json", *["--brief"] * brief]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise CompileError(done.stderr)
@@ -210,7 +214,8 @@ def report() -> list[Row]:
 
 def main(arguments: list[str]) -> int:
     failed = False
-    for row in compile_all([word for word in arguments if not word.startswith("-")]):
+    names = [word for word in arguments if not word.startswith("-")]
+    for row in compile_all(names, brief="--brief" in arguments):
         failed |= row.error is not None
         if "--json" in arguments:
             print(json.dumps(asdict(row)), flush=True)

@@ -65,6 +65,27 @@ def test_a_message_arrives_whole(sockets):
     assert wire.receive(sockets[1], 1.0) == ({"op": "call", "n": [1, 2]}, b"\x00blob", [])
 
 
+class Hasty:
+    """A socket whose other side takes a message and is gone."""
+
+    def __init__(self) -> None:
+        self.mine, self.other = socket.socketpair()
+        self.sendmsg = self.mine.sendmsg
+
+    def sendall(self, data: bytes) -> None:
+        self.mine.sendall(data)
+        self.other.recv(1 << 16)
+        self.other.close()
+
+
+def test_nothing_follows_the_last_byte_of_a_message():
+    """The other side may have answered by then, and ended."""
+    hasty = Hasty()
+    assert wire.send(hasty, {"op": "stop"}) is None  # type: ignore[arg-type]
+    assert hasty.other.fileno() == -1
+    hasty.mine.close()
+
+
 @pytest.mark.parametrize(
     "sent, error",
     [

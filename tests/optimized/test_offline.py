@@ -17,14 +17,16 @@ NVIDIA = "sm_90", "sm_100"
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    return report()
+    return report(brief=True)
 
 
 def test_every_kernel_compiles_for_every_target(rows):
     assert [row for row in rows if row.error] == []
+    kernels = {row.kernel for row in rows}
+    assert {(row.kernel, row.target) for row in rows} == {(k, t) for k in kernels for t in TARGETS}
     compiled = {(row.change, row.kernel, str(row.constexprs)) for row in rows}
-    assert len(rows) == len(compiled) * len(TARGETS)
-    assert {row.target for row in rows} == set(TARGETS)
+    first = [row for row in rows if row.target == next(iter(TARGETS))]
+    assert len(first) == len(compiled) > len(kernels)  # all cases for one target
 
 
 def test_every_kernel_is_among_them(rows):
