@@ -15,11 +15,11 @@ from harness.records import Attempt
 
 ROOT = Path(__file__).parents[2]
 TOY = str(Path(__file__).with_name("toy_model.py"))
-NEW_EVENTS_PER_LIFE = 3
+NEW_EVENTS_PER_LIFE = 4
 # What a continued run writes before it goes on does not count as progress.
 REPEATED = {"resumed", "anchor"}
 
-# Runs the command, and kills the process once the ledger got its third new event.
+# Runs the command, and kills the process once the ledger got so many new events.
 KILLER = f"""
 import os, signal, sys
 from agents import run
@@ -48,7 +48,7 @@ def kinds(directory: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # eight lives, each of which imports PyTorch anew
+@pytest.mark.timeout(900)  # some lives, each of which imports PyTorch anew
 def test_killed_after_every_few_events_it_ends_as_if_nothing_had_happened(tmp_path):
     directory = tmp_path / "run"
     command = [sys.executable, "-c", KILLER, *WORDS, *BUDGET, "--run-dir", str(directory)]
