@@ -15,7 +15,7 @@ from harness.records import Attempt
 
 ROOT = Path(__file__).parents[2]
 TOY = str(Path(__file__).with_name("toy_model.py"))
-NEW_EVENTS_PER_LIFE = 4
+NEW_EVENTS_PER_LIFE = 3
 # What a continued run writes before it goes on does not count as progress.
 REPEATED = {"resumed", "anchor"}
 
