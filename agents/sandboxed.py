@@ -5,6 +5,7 @@ Tuning, timing and the layers' verdict of what passed are done in the run's proc
 one watches (`agents.supervised`).
 """
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -68,11 +69,10 @@ class Gate:
         """`calls` are those of a region in the timed steps, on which it must not be remembered."""
         self.reference, self.workload, self.calls = reference, workload, calls
         self.sandbox = Sandbox(reference, workload.device, model=workload.name, required=required)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.sandbox.close)
             self.sandbox.open(None).close()
-        except BaseException:
-            self.sandbox.close()
-            raise
+            undo.pop_all()
         rows = self.sandbox.protections
         ledger.append("sandbox", {"protections": [row.to_json() for row in rows]})
         say(describe(rows))

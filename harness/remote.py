@@ -46,15 +46,14 @@ class Candidate:
         self.process = sandbox.start(files)
         self.blocks: dict[str, Block] = {}
         self.old: list[Block] = []
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             sandbox.give_weights(self.process)
             for which, size in (("in", IN_BYTES), ("out", OUT_BYTES)):
                 self.grow(which, size)
             self.sums = sandbox.checksums() if sandbox.ipc else []
             self._load(name, backend)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         self.model = remote_tree(self)
 
     def _load(self, change: str | None, backend: str | None) -> None:

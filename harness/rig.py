@@ -168,7 +168,8 @@ def unrandomised() -> None:
     """Start again with addresses that are not drawn anew in each process, where Linux lets us.
 
     Builds of one program differ for good by where their data lies: decode steps of 0.9 ms by up to
-    6%, with fixed addresses and a fixed hash seed by less than 2% (two shared cores, 2026-11-30).
+    6%, with fixed addresses and a fixed hash seed by up to 3.2% (two shared cores,
+    2026-11-30).
     """
     libc = ctypes.CDLL(None)
     persona = libc.personality(ASK)

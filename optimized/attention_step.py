@@ -25,7 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
-from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.change import Change, Contract, Implementation, KnobValue, region_of
 from optimized.decode_attention import COMBINED_COLUMNS, PROGRAMS, AttentionKnobs
 from optimized.step_kernels import (
     combine_gate_kernel,
@@ -34,6 +34,8 @@ from optimized.step_kernels import (
 )
 from optimized.triton_support import INTERPRETED, OfflineCase, launch, outside_domain
 
+PARTS = {"attend": "attend", "gate": "output_gate"}  # an attention's own, by their regions
+PREPARED = {True: "qk_norm_scale", False: "qk_norm_rope"}  # by whether its keys are all kept
 MAX_BATCH = 128
 MAX_FUSED_SPLITS = 16  # more would have every block of the projection read too much
 SHARES = 396  # three for each of an H200's 132 SMs
@@ -93,6 +95,9 @@ def sizes(node: Any, x: Tensor, step: Any, cache: Any) -> dict[str, int]:
 
 def guard(node: Any, x: Tensor, step: Any, cache: Any) -> str | None:
     """Why the kernels do not take this call, or None."""
+    parts = {name: region_of(getattr(node, name, node)) for name in ("prepare", "attend", "gate")}
+    if parts.pop("prepare") != PREPARED[node.is_full] or parts != PARTS:
+        return "the attention has other parts than the kernels compute"
     if x.dim() != 3 or x.shape[1] != 1:
         return "the step has more than one token, the kernels serve decode steps"
     if not 0 < x.shape[0] <= MAX_BATCH:
@@ -109,8 +114,11 @@ def guard(node: Any, x: Tensor, step: Any, cache: Any) -> str | None:
         return "the cache holds no position"
     mask = step.full_mask if node.is_full else step.ring_mask
     slots = step.full_slots if node.is_full else step.ring_slots
-    if mask is not None and (mask.dtype != torch.bool or mask.stride(2) != 1):
-        return f"mask is {mask.dtype} with strides {mask.stride()}"
+    shape = x.shape[0], 1, sizes(node, x, step, cache)["S"]
+    if mask is not None and (
+        mask.dtype != torch.bool or mask.shape != shape or mask.stride(2) != 1
+    ):
+        return f"mask is {mask.dtype} {tuple(mask.shape)} with strides {mask.stride()}"
     if slots.dtype != torch.int64 or slots.shape != (x.shape[0], 1):
         return f"slots are {slots.dtype} {tuple(slots.shape)}, the kernels take int64 [B, 1]"
     tables = (step.q_scale,) if node.is_full else (step.cos, step.sin)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.change import Change, Contract, Implementation, KnobValue, region_of
 from optimized.residual_boundary import post_norm_and_add, row_pieces
 from optimized.router_topk import choose, outside_router
 from optimized.triton_support import (
@@ -149,9 +149,9 @@ def shape(node: Any, h: Tensor, x: Tensor, *rest: Any) -> dict[str, int]:
 
 def guard(node: Any, h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor) -> str | None:
     """Why the kernel does not take this call, or None."""
-    router = getattr(node.mlp, "gate", None)
-    if not hasattr(router, "e_score_correction_bias") or not hasattr(node.mlp, "experts"):
-        return "the layer has no router"
+    router = getattr(node.mlp, "gate", node)
+    if region_of(router) != "router" or region_of(node.attn_boundary) != "residual_boundary":
+        return "the layer has no such router after such a boundary"
     tokens, width = shape(node, h, x).values()
     if not 0 < tokens <= MAX_TOKENS or width > MAX_WIDTH:
         return f"{tokens} tokens of width {width}, the kernel takes 1 to {MAX_TOKENS}"

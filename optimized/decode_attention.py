@@ -167,6 +167,29 @@ def decode_attention_kernel(
 
 
 @triton.jit
+def combined_shares(
+    sums_ptr,
+    stats_ptr,
+    row,
+    columns,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Some columns of a row's attention, FP32, from what its shares left, in a fixed order."""
+    splits = tl.arange(0, SPLIT_BLOCK)
+    inside = splits < SPLITS
+    stats = stats_ptr + (row * SPLITS + splits) * 2
+    highest = tl.load(stats, mask=inside, other=HIDDEN)
+    sums = sums_ptr + (row * SPLITS + splits)[:, None] * DIM + columns[None, :]
+    numerators = tl.load(sums, mask=inside[:, None], other=0.0)
+    denominators = tl.load(stats + 1, mask=inside, other=0.0)
+    factors = exp_fp32(highest - tl.max(highest, axis=0))
+    total = tl.sum(factors * denominators, axis=0)
+    return tl.sum(numerators * factors[:, None], axis=0) / total
+
+
+@triton.jit
 def combine_splits_kernel(
     sums_ptr,
     stats_ptr,
@@ -180,16 +203,7 @@ def combine_splits_kernel(
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    splits = tl.arange(0, SPLIT_BLOCK)
-    inside = splits < SPLITS
-    stats = stats_ptr + (row * SPLITS + splits) * 2
-    highest = tl.load(stats, mask=inside, other=HIDDEN)
-    sums = sums_ptr + (row * SPLITS + splits)[:, None] * DIM + columns[None, :]
-    numerators = tl.load(sums, mask=inside[:, None], other=0.0)
-    denominators = tl.load(stats + 1, mask=inside, other=0.0)
-    factors = exp_fp32(highest - tl.max(highest, axis=0))
-    total = tl.sum(factors * denominators, axis=0)
-    out = tl.sum(numerators * factors[:, None], axis=0) / total
+    out = combined_shares(sums_ptr, stats_ptr, row, columns, SPLITS, SPLIT_BLOCK, DIM)
     tl.store(out_ptr + row * DIM + columns, out.to(tl.bfloat16))
 
 

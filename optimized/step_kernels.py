@@ -8,7 +8,7 @@ and its denominator, FP32.
 import triton
 import triton.language as tl
 
-from optimized.decode_attention import HIDDEN, dot
+from optimized.decode_attention import HIDDEN, combined_shares, dot
 from optimized.qk_norm import copy_heads, normed_heads, store_heads
 from optimized.triton_support import (
     begin,
@@ -250,19 +250,10 @@ def combine_gate_kernel(
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    splits = tl.arange(0, SPLIT_BLOCK)
-    inside = splits < SPLITS
-    stats = stats_ptr + (row * SPLITS + splits) * 2
-    highest = tl.load(stats, mask=inside, other=HIDDEN)
-    sums = sums_ptr + (row * SPLITS + splits)[:, None] * DIM + columns[None, :]
-    numerators = tl.load(sums, mask=inside[:, None], other=0.0)
-    denominators = tl.load(stats + 1, mask=inside, other=0.0)
     head = row % H
     gate = tl.load(gate_ptr + (row // H) * gate_stride + head * DIM + columns)
     bias = tl.load(bias_ptr + head)
-    factors = exp_fp32(highest - tl.max(highest, axis=0))
-    total = tl.sum(factors * denominators, axis=0)
-    a = tl.sum(numerators * factors[:, None], axis=0) / total
+    a = combined_shares(sums_ptr, stats_ptr, row, columns, SPLITS, SPLIT_BLOCK, DIM)
     tl.store(out_ptr + row * DIM + columns, _gated(a, gate, bias).to(tl.bfloat16))
 
 

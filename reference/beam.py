@@ -33,8 +33,8 @@ from reference.beam_config import (
 )
 from reference.beam_moe import Combine, Experts, MoE, Router
 from reference.cache import KVCache, LayerCache, step_keys
+from reference.draw import random_model
 from reference.layers import Linear, ParallelProjection, RMSNorm, SwiGLU, rms_norm, rope
-from reference.numerics import set_numerics
 from reference.parallel import RankSum
 
 __all__ = [
@@ -220,33 +220,23 @@ class Beam(nn.Module):
 
 def build(config: BeamConfig, device: str | torch.device, seed: int) -> Beam:
     """A Beam with random weights drawn on `device` from `seed`; `device="meta"` draws nothing."""
-    set_numerics()
-    with torch.device("meta"):
-        model = Beam(config)
-    model.eval().requires_grad_(False)
-    if torch.device(device).type == "meta":
-        return model
-    model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in model.state_dict().items():
-        if "norm" in name:
-            tensor.uniform_(0.5, 1.5, generator=generator)
-        elif name.endswith("bias"):
-            tensor.normal_(std=0.1 if "correction" in name else 1.0, generator=generator)
-        elif "embed" in name:
-            tensor.normal_(generator=generator)
-        else:
-            tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
-    return model
+    return random_model(lambda: Beam(config), device, seed, draw)
+
+
+def draw(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    """Fill one weight so that activations keep about their size through every layer."""
+    if "norm" in name:
+        tensor.uniform_(0.5, 1.5, generator=generator)
+    elif name.endswith("bias"):
+        tensor.normal_(std=0.1 if "correction" in name else 1.0, generator=generator)
+    elif "embed" in name:
+        tensor.normal_(generator=generator)
+    else:
+        tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
 
 
 def cache(config: BeamConfig, batch: int, capacity: int, device: str | torch.device) -> KVCache:
     """An empty cache for `batch` sequences of up to `capacity` positions."""
-
-    def layer(i: int) -> LayerCache:
-        window = None if config.is_full(i) else config.window
-        shape = batch, (window or capacity) + 1, config.kv_heads, config.head_dim
-        k, v = (torch.zeros(shape, dtype=config.dtype, device=device) for _ in "kv")
-        return LayerCache(k, v, window)
-
-    return KVCache([layer(i) for i in range(config.layers)], capacity)
+    windows = [None if config.is_full(i) else config.window for i in range(config.layers)]
+    row = config.kv_heads, config.head_dim
+    return KVCache.empty(windows, batch, capacity, row, config.dtype, device)

@@ -9,6 +9,7 @@ branch on data. Nothing about lengths is stored: what a ring holds follows from 
 step, which live on the device, so that one captured CUDA graph replays at any position.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,6 +67,25 @@ class KVCache:
 
     def __post_init__(self) -> None:
         self.extent = self.extent or self.capacity
+
+    @classmethod
+    def empty(
+        cls,
+        windows: Sequence[int | None],
+        batch: int,
+        capacity: int,
+        row: tuple[int, int],
+        dtype: torch.dtype,
+        device: str | torch.device,
+    ) -> "KVCache":
+        """For `batch` sequences: a layer for each of `windows`, None for one that keeps all of up
+        to `capacity` positions; `row` is Hkv, D."""
+        layers = []
+        for window in windows:
+            shape = batch, (window or capacity) + 1, *row
+            k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
+            layers.append(LayerCache(k, v, window))
+        return cls(layers, capacity)
 
     @property
     def nbytes(self) -> int:

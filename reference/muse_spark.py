@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from reference.cache import KVCache, LayerCache, step_keys
+from reference.draw import random_model
 from reference.layers import CentredNorm, Linear, RMSNorm, unit_norm
 from reference.muse_spark_attention import Attention, Step
 from reference.muse_spark_audio import AudioEncoder
@@ -24,7 +25,6 @@ from reference.muse_spark_media import Media, Pictures, Sound, heard, placed
 from reference.muse_spark_moe import LatentMoE
 from reference.muse_spark_residual import GatedResidualBoundary, ResidualGate
 from reference.muse_spark_vision import VisionAdapter, VisionEncoder
-from reference.numerics import set_numerics
 
 configs = PRESETS
 
@@ -208,39 +208,29 @@ class MuseSpark(nn.Module):
 def build(config: MuseSparkConfig, device: str | torch.device, seed: int) -> MuseSpark:
     """A Muse Spark with random weights drawn on `device` from `seed`; `device="meta"` draws
     nothing."""
-    set_numerics()
-    with torch.device("meta"):
-        model = MuseSpark(config)
-    model.eval().requires_grad_(False)
-    if torch.device(device).type == "meta":
-        return model
-    model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in model.state_dict().items():
-        if name.endswith(("layernorm.weight", "expert_norm.weight")):  # centred: 1 is added
-            tensor.uniform_(-0.5, 0.5, generator=generator)
-        elif name.endswith("bias"):
-            tensor.normal_(std=0.1, generator=generator)
-        elif "norm" in name or ".ln_" in name:
-            tensor.uniform_(0.5, 1.5, generator=generator)
-        elif name.endswith("residual_gate.gate"):
-            tensor.normal_(std=0.3, generator=generator)
-        elif "embed_tokens" in name or "position_embedding" in name:
-            tensor.normal_(generator=generator)
-        else:
-            tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
-    return model
+    return random_model(lambda: MuseSpark(config), device, seed, draw)
+
+
+def draw(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    """Fill one weight so that activations keep about their size through every layer."""
+    if name.endswith(("layernorm.weight", "expert_norm.weight")):  # centred: 1 is added
+        tensor.uniform_(-0.5, 0.5, generator=generator)
+    elif name.endswith("bias"):
+        tensor.normal_(std=0.1, generator=generator)
+    elif "norm" in name or ".ln_" in name:
+        tensor.uniform_(0.5, 1.5, generator=generator)
+    elif name.endswith("residual_gate.gate"):
+        tensor.normal_(std=0.3, generator=generator)
+    elif "embed_tokens" in name or "position_embedding" in name:
+        tensor.normal_(generator=generator)
+    else:
+        tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
 
 
 def cache(
     config: MuseSparkConfig, batch: int, capacity: int, device: str | torch.device
 ) -> KVCache:
     """An empty cache for `batch` sequences of up to `capacity` positions."""
-
-    def layer(i: int) -> LayerCache:
-        window = None if config.is_full(i) else config.window
-        shape = batch, (window or capacity) + 1, config.kv_heads, config.head_dim
-        k, v = (torch.zeros(shape, dtype=config.dtype, device=device) for _ in "kv")
-        return LayerCache(k, v, window)
-
-    return KVCache([layer(i) for i in range(config.layers)], capacity)
+    windows = [None if config.is_full(i) else config.window for i in range(config.layers)]
+    row = config.kv_heads, config.head_dim
+    return KVCache.empty(windows, batch, capacity, row, config.dtype, device)

@@ -57,7 +57,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--across-environments", action="store_true", help="compare although the machine changed"
     )
-    p.add_argument("--rounds", type=int, default=10, help="of new processes, for a commit")
+    p.add_argument("--rounds", type=int, default=18, help="of new processes, for a commit")
     p.add_argument("--seconds", type=float, default=2.0, help="a round and kind, for a commit")
 
 

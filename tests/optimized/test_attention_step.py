@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from optimized import attention_step
 from optimized.attention_step import CHANGE, MAX_FUSED_SPLITS, StepKnobs, sizes
 from reference.beam import Attend, Attention, BeamConfig, StepTables, configs
 from reference.beam_attention import Step
@@ -149,19 +150,14 @@ def test_padding_goes_to_the_spare_slot(full):
     assert not same_bits(mine[2].k[1, -1], before[1, -1])
 
 
-def test_many_shares_are_combined_in_a_kernel_of_their_own():
+def test_many_shares_are_combined_in_a_kernel_of_their_own(monkeypatch):
     c = config()
     node, args = attention(c, True), call(c, True, [CAPACITY - 1])
     node_knobs = StepKnobs(warps=1, block=16, stages=1, splits=5, rows=4, row_warps=4)
     fused = run_triton(CHANGE, node, *copied(args), knobs=node_knobs)
-    import optimized.attention_step as module
-
-    limit, module.MAX_FUSED_SPLITS = module.MAX_FUSED_SPLITS, 1
-    try:
-        apart = run_triton(CHANGE, node, *copied(args), knobs=node_knobs)
-    finally:
-        module.MAX_FUSED_SPLITS = limit
-    assert limit == MAX_FUSED_SPLITS >= 5
+    assert MAX_FUSED_SPLITS >= 5
+    monkeypatch.setattr(attention_step, "MAX_FUSED_SPLITS", 1)
+    apart = run_triton(CHANGE, node, *copied(args), knobs=node_knobs)
     assert_within(apart, node(*copied(args)), noise(node, args))
     assert_within(fused, node(*copied(args)), noise(node, args))
 
@@ -181,7 +177,16 @@ def test_refuses_what_it_is_not_made_for():
     assert refusal(CHANGE, node, x, step, cache) == ""
     assert "more than one token" in refusal(CHANGE, node, x.view(1, 2, -1), step, cache)
     assert "torch.float32" in refusal(CHANGE, node, x.float(), step, cache)
+    wide = step._replace(ring_mask=step.ring_mask.repeat(1, 1, 2))
+    assert "mask is torch.bool (2, 1, 48)" in refusal(CHANGE, node, x, wide, cache)
     short = LayerCache(cache.k[:1], cache.v[:1], WINDOW)
     assert "k cache is (1, 25, 1, 32)" in refusal(CHANGE, node, x, step, short)
     slots = step._replace(ring_slots=step.ring_slots.int())
     assert "slots are torch.int32" in refusal(CHANGE, node, x, slots, cache)
+
+
+def test_another_models_attention_is_refused():
+    c = config()
+    node, call_of = attention(c, False), call(c, False, [9])
+    node.gate = nn.Identity()
+    assert "other parts" in refusal(CHANGE, node, *call_of)

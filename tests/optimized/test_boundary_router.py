@@ -122,5 +122,5 @@ def test_refuses_what_it_is_not_made_for():
     many = [a.expand(9, -1, -1) for a in args[:2]]
     assert "9 tokens" in refusal(CHANGE, layer, *many, *args[2:])
     dense = Layer(TOY, 0)
-    assert "no router" in refusal(CHANGE, dense, *args)
+    assert "no such router" in refusal(CHANGE, dense, *args)
     assert isinstance(layer.mlp, MoE)
