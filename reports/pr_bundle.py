@@ -211,7 +211,7 @@ def _body(run: Run, bundle: Bundle) -> str:
         rows += [
             f"  {kind}  {run.header.workload.get(kind, '')}",
             f"    before {text.time(pair.base_us)}, after {text.time(pair.candidate_us)}",
-            f"    gain {text.time(pair.gain_us, 3)} {text.interval(pair.gain_interval_us, 3)} "
+            f"    gain {text.estimate(pair.gain_us, pair.gain_interval_us)} "
             f"(95%), {pair.pairs} pairs",
         ]
     rows.append(f"  evidence {bundle.evidence}")

@@ -32,6 +32,7 @@ def environment(*, autoescape: bool) -> Environment:
     filters = (
         text.time,
         text.interval,
+        text.estimate,
         text.path,
         text.number,
         text.factor,
@@ -45,7 +46,7 @@ def environment(*, autoescape: bool) -> Environment:
     )
     templates.filters.update({words.__name__: words for words in filters})
     if autoescape:  # HTML: keep a figure and its unit on one line
-        for words in (text.time, text.interval, text.path):
+        for words in (text.time, text.interval, text.estimate, text.path):
             templates.filters[words.__name__] = _unbroken(words)
     templates.filters["breakable"] = breakable
     templates.filters["cell"] = cell

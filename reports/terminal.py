@@ -37,7 +37,7 @@ def cells(run: Run, attempt: Attempt) -> list[str]:
     latency, gain = attempt.latency, run.pair(attempt)
     realised = decode = prefill = text.NONE
     if latency is not None and gain is not None:
-        realised = f"{text.time(gain.gain_us, 3)} {text.interval(gain.gain_interval_us, 3)}"
+        realised = text.estimate(gain.gain_us, gain.gain_interval_us)
         decode = text.time(latency.decode.candidate_us)
         prefill = text.time(latency.prefill.candidate_us)
     predicted = text.time(attempt.predicted_us, 3)

@@ -46,6 +46,14 @@ def interval(bounds: tuple[float, float] | None, digits: int = 4, like: float | 
     return f"[{low}, {high}] {unit}"
 
 
+def estimate(us: float, bounds: tuple[float, float], digits: int = 3) -> str:
+    """0.998 ms [0.959, 1.103] ms: a figure and its interval, all in one unit and as precise."""
+    largest = max(abs(us), *(abs(b) for b in bounds))
+    scale, unit = _unit(largest)
+    middle, low, high = (number(v / scale, digits, largest / scale) for v in (us, *bounds))
+    return f"{middle} {unit} [{low}, {high}] {unit}"
+
+
 def path(before: float, after: float, digits: int = 4) -> str:
     """1.000 → 0.760 ms, both in one unit."""
     largest = max(abs(before), abs(after))

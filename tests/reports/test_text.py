@@ -49,3 +49,9 @@ def test_counts_and_knobs() -> None:
 def test_device_says_plainly_where_it_ran() -> None:
     assert text.device("cuda", "NVIDIA H200") == "Ran on the GPU: NVIDIA H200."
     assert text.device("cpu", "Xeon", 1) == "Ran on the CPU: Xeon, 1 thread. No GPU was used."
+
+
+def test_an_estimate_and_its_interval_are_in_one_unit():
+    assert text.estimate(998.0, (959.4, 1103.4)) == "1.00 ms [0.96, 1.10] ms"
+    assert text.estimate(-2.72, (-98.0, 208.0)) == "−3 µs [−98, 208] µs"
+    assert text.estimate(0.0, (0.0, 0.0)) == "0 µs [0, 0] µs"
