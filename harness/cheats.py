@@ -37,9 +37,14 @@ LIMITS = Limits(
 BURSTS = 8  # timed before the one that is compared
 AUDITED = 5  # runs of the burst that is compared
 
+# An error of a file's own shows nothing of the judge, save where it is what the file tries; its
+# docstring says so then: "Raises NAME."
+OWN_ERROR = re.compile(r"raises (\w+(?:Error|Exception)):")
+RAISES = re.compile(r"\s*Raises (\w+)\.")
+
 CAUGHT, SURVIVED, NOT_HERE = "caught", "survived", "not runnable here"
-ACCEPTED, REJECTED = "accepted", "wrongly rejected"
-BAD = SURVIVED, REJECTED
+ACCEPTED, REJECTED, BROKEN = "accepted", "wrongly rejected", "fails by itself"
+BAD = SURVIVED, REJECTED, BROKEN
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Fixture:
     tries: str
     model: str
     preset: str
+    raises: tuple[str, ...] = ()  # errors that are what it tries
 
     @property
     def name(self) -> str:
@@ -83,7 +89,8 @@ def fixtures(folder: Path = FOLDER) -> list[Fixture]:
         text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
         against = AGAINST.search(text)
         model, preset = against.groups() if against else (str(TOY), "auto")
-        found.append(Fixture(path, AGAINST.sub("", text), model, preset))
+        tries = RAISES.sub("", AGAINST.sub("", text))
+        found.append(Fixture(path, tries, model, preset, tuple(RAISES.findall(text))))
     return sorted(found, key=lambda f: (f.model, not f.honest, f.name))
 
 
@@ -174,8 +181,11 @@ class Arena:
             if "has nothing for" not in text:
                 raise
             return Outcome(name=fixture.name, tries=fixture.tries, outcome=NOT_HERE, how=text)
+        own = OWN_ERROR.match(reason or "")
         if fixture.honest:
             word = ACCEPTED if reason is None else REJECTED
+        elif own is not None and own.group(1) not in fixture.raises:
+            word = BROKEN
         else:
             word = SURVIVED if reason is None else CAUGHT
         return Outcome(name=fixture.name, tries=fixture.tries, outcome=word, how=reason or "")

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from typing import Any
 from harness.confine import die_with_parent
 from harness.errors import SelfTestError, UserError
 
-JOIN_S = 20.0  # for a worker to close what it holds
+JOIN_S = 20.0  # for workers to close what they hold
 # Many processes that compile must not start a process for each core, every one of them.
 SET = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 MEMORY = "MemoryError", "OutOfMemoryError"  # torch's is told by its name
@@ -56,8 +57,9 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
             worker.process.terminate()
+        until = time.monotonic() + JOIN_S
         for worker in self.workers:
-            worker.end()
+            worker.end(until)
 
     def add(self, *tasks: Task) -> None:
         self.waiting += tasks
@@ -136,8 +138,8 @@ class _Worker:
         doing = self.task.doing if self.task is not None else "starts"
         return f"{self.process.name} {how} while it {doing}; try again with fewer --jobs"
 
-    def end(self) -> None:
-        self.process.join(JOIN_S)
+    def end(self, until: float) -> None:
+        self.process.join(max(0.0, until - time.monotonic()))
         if self.process.is_alive():
             self.process.kill()
             self.process.join()

@@ -61,13 +61,15 @@ def self_test(reference: nn.Module, workload: Workload, seed: int) -> None:
                 continue
             key = f"{region_of(node)}: {name}"
             tally = tallies.setdefault(key, Tally(key, "reduction"))
-            wrong = tally.add(case.name, rounded[name], ours, None)
+            loose = first.unspecified.get(name)
+            keep = None if loose is None else ~loose
+            wrong = tally.add(case.name, rounded[name], ours, keep)
             if wrong >= worst.get(key, (0, case))[0]:
                 worst[key] = wrong, case
             for run in runs:
                 # Against the replay, since the library's own kernels run in both others.
                 where = f"{case.node}, {case.name}"
-                tally.add_noise(where, run.results[name], rounded[name], None)
+                tally.add_noise(where, run.results[name], rounded[name], keep)
                 if run.varied:
                     varied.add(key)
     for key, tally in tallies.items():

@@ -76,6 +76,7 @@ CHANGE = Change(
             knobs=QKKnobs,
             shape=sizes,
         ),
-        inductor_implementation(),
+        # On CUDA, Inductor of PyTorch 2.11 leaves a rounding of the normed q out.
+        inductor_implementation(devices=("cpu",)),
     ),
 )

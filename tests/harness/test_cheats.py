@@ -126,6 +126,27 @@ def test_an_honest_file_under_a_cheats_name_survives(arena, tmp_path):
     assert (outcome.outcome, outcome.bad) == (SURVIVED, True)
 
 
+def test_an_error_of_its_own_is_no_catch(arena, tmp_path):
+    """A cheat that fails before it cheats says nothing of the judge, unless failing is its aim."""
+    path = tmp_path / "trips.py"
+    text = EVERY["honest_one_pass"].path.read_text()
+    path.write_text(
+        text.replace("def forward(x, residual):", "def forward(x, residual):\n        x / []")
+    )
+    source = EVERY["exits"]
+    fixture = Fixture(path, "trips", source.model, source.preset)
+    outcome = arena.outcome(fixture)
+    assert (outcome.outcome, outcome.bad) == ("fails by itself", True)
+    assert outcome.how.startswith("raises TypeError: ")
+    assert arena.outcome(replace(fixture, raises=("TypeError",))).outcome == CAUGHT
+
+
+def test_a_docstring_says_which_error_is_the_aim():
+    assert EVERY["fills_disk"].raises == ("OSError",)
+    assert EVERY["fills_disk"].tries == "Writes to its folder until the disk is full."
+    assert EVERY["exits"].raises == ()
+
+
 def test_a_false_refusal_gives_exit_1(monkeypatch, capsys, tmp_path):
     """A cheat under an honest name must be reported as an honest file that was refused."""
     path = tmp_path / "honest_exit.py"

@@ -125,3 +125,20 @@ def test_ctrl_c_ends_all_workers() -> None:
         pool.add(task(sleep), task(functools.partial(add, 1), "", interrupt))
         pool.run()
     assert [w.process.exitcode for w in pool.workers] == [128 + signal.SIGTERM] * 2
+
+
+@contextlib.contextmanager
+def stubborn() -> Iterator[int]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield 5
+
+
+def test_workers_that_do_not_end_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hangs while it closes is killed; three of them cost no more time than one."""
+    monkeypatch.setattr("harness.jobs.JOIN_S", 1.0)
+    with Pool(stubborn, 3) as pool:
+        pool.add(*(task(functools.partial(add, n), str(n)) for n in range(3)))
+        pool.run()
+        started = time.monotonic()
+    assert time.monotonic() - started < 2.0
+    assert [w.process.exitcode for w in pool.workers] == [-signal.SIGKILL] * 3

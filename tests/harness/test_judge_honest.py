@@ -182,6 +182,31 @@ def test_self_test_passes_and_names_what_it_cannot_replay() -> None:
         blocks[1].mix.out = original
 
 
+def test_the_self_test_leaves_out_what_two_writes_left_to_chance() -> None:
+    """Padding is written to one place, in any order: on a card another one wins in every run."""
+
+    class Unordered(nn.Module):
+        region, calls = "mix", 0
+
+        def forward(self, x: Tensor, positions: Tensor, store: dict[str, Tensor]) -> Tensor:
+            Unordered.calls += 1
+            slots = torch.where(positions < 0, store["k"].shape[1] - 1, positions)
+            order = slice(None) if Unordered.calls % 2 else torch.arange(x.shape[1] - 1, -1, -1)
+            rows = torch.arange(x.shape[0])[:, None]
+            store["k"][rows, slots[:, order]] = x.unflatten(-1, (4, -1))[:, order]
+            return x
+
+    model = toy().model
+    blocks: Any = model.get_submodule("blocks")
+    original = blocks[1].mix
+    blocks[1].mix = Unordered()
+    try:
+        self_test(model, toy(), 0)
+        assert Unordered.calls > 20
+    finally:
+        blocks[1].mix = original
+
+
 def tokens_backwards(node: nn.Module) -> Callable[..., Any]:
     """The same arithmetic with the tokens of each sequence in reverse."""
 

@@ -1,4 +1,4 @@
-"""Makes the card fail with an access to memory that is nobody's."""
+"""Makes the card fail with an access to memory that is nobody's. Raises AcceleratorError."""
 
 import torch
 
@@ -8,7 +8,7 @@ from optimized.change import Change, Contract, Implementation
 def build(node, _):
     def forward(x, residual):
         far = torch.full(x.shape[:-1], 1 << 40, device=x.device)
-        return residual + x, node.weight[far] + torch.zeros_like(x)
+        return residual + x, node.weight[far][..., None] + torch.zeros_like(x)
 
     return forward
 

@@ -1,4 +1,4 @@
-"""Takes memory until there is none."""
+"""Takes memory until there is none. Raises RuntimeError. Raises MemoryError."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Writes to its folder until the disk is full."""
+"""Writes to its folder until the disk is full. Raises OSError."""
 
 import itertools
 
