@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from harness.errors import SelfTestError, UserError
+from harness.executors.local import Local, Process
 from harness.jobs import Pool, Task
 
 START = functools.partial(contextlib.nullcontext, 5)
@@ -48,6 +49,11 @@ def divide(state: int) -> float:
 def broken() -> Iterator[int]:
     os._exit(3)
     yield 0
+
+
+def exit_codes(pool: Pool) -> list[int | None]:
+    assert isinstance(pool.executor, Local)
+    return [w.process.exitcode for w in pool.executor.team if isinstance(w, Process)]
 
 
 def task(run: Callable[[int], Any], key: str = "", keep: Any = lambda result: None) -> Task:
@@ -96,7 +102,7 @@ def test_a_worker_that_ends_is_an_error_that_says_what_it_did(
 
 
 def test_a_worker_that_does_not_start_is_an_error() -> None:
-    with Pool(broken, 2) as pool, pytest.raises(UserError, match="exit status 3 while it adds"):
+    with Pool(broken, 2) as pool, pytest.raises(UserError, match="exit status 3 while it starts"):
         pool.add(task(sleep))
         pool.run()
 
@@ -124,7 +130,7 @@ def test_ctrl_c_ends_all_workers() -> None:
     with pytest.raises(KeyboardInterrupt), pool:
         pool.add(task(sleep), task(functools.partial(add, 1), "", interrupt))
         pool.run()
-    assert [w.process.exitcode for w in pool.workers] == [128 + signal.SIGTERM] * 2
+    assert exit_codes(pool) == [128 + signal.SIGTERM] * 2
 
 
 @contextlib.contextmanager
@@ -135,10 +141,11 @@ def stubborn() -> Iterator[int]:
 
 def test_workers_that_do_not_end_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """What hangs while it closes is killed; three of them cost no more time than one."""
-    monkeypatch.setattr("harness.jobs.JOIN_S", 1.0)
+    monkeypatch.setattr("harness.executors.local.JOIN_S", 1.0)
     with Pool(stubborn, 3) as pool:
+        pool.executor.await_ready()
         pool.add(*(task(functools.partial(add, n), str(n)) for n in range(3)))
         pool.run()
         started = time.monotonic()
     assert time.monotonic() - started < 2.0
-    assert [w.process.exitcode for w in pool.workers] == [-signal.SIGKILL] * 3
+    assert exit_codes(pool) == [-signal.SIGKILL] * 3

@@ -1,0 +1,170 @@
+"""Executors: jobs on workers of which one ends, the others' results, and what is recorded."""
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import UserError
+from harness.executors import local
+from harness.executors.base import Done, Job
+from harness.executors.here import Here
+from harness.executors.local import CPU, Local
+
+LONG_S = 60.0
+
+
+def start() -> contextlib.AbstractContextManager[int]:
+    return contextlib.nullcontext(os.getpid())
+
+
+def square(number: int, _state: int) -> int:
+    return number**2
+
+
+def who(_state: int) -> int:
+    return os.getpid()
+
+
+def card(_state: int) -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def divide(_state: int) -> float:
+    return 1 / 0
+
+
+def refuse(_state: int) -> None:
+    raise UserError("no such thing")
+
+
+def marked(folder: Path, _state: int) -> int:
+    """Leave a mark; the first to do so then waits to be killed."""
+    first = not any(folder.iterdir())
+    (folder / str(os.getpid())).touch()
+    if first:
+        time.sleep(LONG_S)
+    return os.getpid()
+
+
+def die(folder: Path, _state: int) -> None:
+    (folder / str(os.getpid())).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def job(run: Callable[[Any], Any], doing: str = "counts", key: str = "") -> Job:
+    return Job(doing, key, run)
+
+
+def by_doing(done: list[Done]) -> dict[str, Done]:
+    return {d.job.doing: d for d in done}
+
+
+@contextlib.contextmanager
+def closing(executor: Local | Here) -> Iterator[Local | Here]:
+    with contextlib.closing(executor):
+        yield executor
+
+
+@pytest.mark.parametrize("make", [Here, lambda s: Local(s, [CPU] * 2)], ids=["here", "local"])
+def test_every_job_is_done_and_its_error_is_its_own(make: Any) -> None:
+    with closing(make(start)) as executor:
+        jobs = [job(functools.partial(square, n), f"squares {n}") for n in range(6)]
+        jobs[3:3] = [job(divide, "divides"), job(refuse, "refuses")]
+        found = by_doing(list(executor.run(jobs)))
+        again = [d.result for d in executor.run([job(functools.partial(square, 9))])]
+    assert {d: found[d].result for d in found if "squares" in d} == {
+        f"squares {n}": n**2 for n in range(6)
+    }
+    with pytest.raises(UserError, match="^no such thing$"):
+        found["refuses"].value()
+    with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
+        found["divides"].value()
+    assert all(not d.losses and d.worker is not None for d in found.values())
+    assert again == [81]
+
+
+def test_a_killed_workers_job_runs_elsewhere_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    with closing(Local(start, [CPU] * 2)) as executor:
+        jobs = [job(functools.partial(square, n), f"squares {n}") for n in range(8)]
+        running = executor.run([job(functools.partial(marked, tmp_path), "waits"), *jobs])
+        done = [next(running) for _ in range(4)]
+        while not any(tmp_path.iterdir()):
+            time.sleep(0.01)
+        (victim,) = (int(mark.name) for mark in tmp_path.iterdir())
+        os.kill(victim, signal.SIGKILL)
+        done += running
+        names = [place.name for place in executor.workers]
+    found = by_doing(done)
+    assert len(done) == 9
+    assert [found[f"squares {n}"].value() for n in range(8)] == [n**2 for n in range(8)]
+    waits = found.pop("waits")
+    assert waits.value() != victim
+    (loss,) = waits.losses
+    lost, _, how = loss.partition(" was ")
+    assert how == "killed by SIGKILL while it waits"
+    assert waits.worker is not None and waits.worker.name != lost
+    assert lost not in names and len(names) == 2  # another took its place
+    assert all(d.losses == () for d in found.values())
+
+
+def test_a_job_that_ends_its_worker_is_given_up_after_three(tmp_path: Path) -> None:
+    with closing(Local(start, [CPU])) as executor:
+        jobs = [job(functools.partial(die, tmp_path), "dies"), job(functools.partial(square, 3))]
+        found = by_doing(list(executor.run(jobs)))
+    assert len(list(tmp_path.iterdir())) == 3
+    assert len(found["dies"].losses) == 3 and found["dies"].worker is None
+    with pytest.raises(UserError, match="worker 3 was killed by SIGKILL while it dies"):
+        found["dies"].value()
+    assert found["counts"].value() == 9
+
+
+def test_a_worker_whose_job_broke_is_not_used_again() -> None:
+    with closing(Local(start, [CPU])) as executor:
+        (first,) = (d.value() for d in executor.run([job(who)]))
+        list(executor.run([job(refuse)]))
+        (same,) = (d.value() for d in executor.run([job(who)]))
+        list(executor.run([job(divide)]))
+        (other,) = (d.value() for d in executor.run([job(who)]))
+    assert first == same != other
+
+
+@contextlib.contextmanager
+def broken() -> Iterator[int]:
+    os._exit(3)
+    yield 0
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[int]:
+    raise UserError("another commit")
+    yield 0
+
+
+@pytest.mark.parametrize(
+    ("begin", "words"),
+    [(broken, "worker 3 ended with exit status 3 while it starts"), (refused, "another commit")],
+    ids=["ends", "refuses"],
+)
+def test_workers_that_do_not_start_end_the_executor(begin: Any, words: str) -> None:
+    with closing(Local(begin, [CPU])) as executor, pytest.raises(UserError, match=words):
+        list(executor.run([job(who)]))
+
+
+def test_each_worker_sees_its_own_card_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Local(start, ["3", "GPU-ab"])) as executor:
+        executor.await_ready()
+        found = {d.worker.device: d.value() for d in executor.run([job(card)] * 8) if d.worker}
+    assert found == {"3": "3", "GPU-ab": "GPU-ab"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+    assert local.devices("cuda", None) == ["5", "6", "7"]
+    assert local.devices("cuda", 2) == ["6", "7"]  # the first is this process's own
+    assert local.devices("cpu", 2) == ["cpu", "cpu"]
+    with pytest.raises(UserError, match="4 workers need 4 cards, 3 are visible"):
+        local.devices("cuda", 4)
