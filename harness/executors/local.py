@@ -78,6 +78,7 @@ class Local(Crew):
         processes = [worker for worker in self.team if isinstance(worker, Process)]
         for worker in processes:
             worker.process.terminate()
+            worker.connection.close()  # the end, too, for one that waits and does not hear signals
         until = time.monotonic() + JOIN_S
         for worker in processes:
             worker.join(until)
