@@ -74,6 +74,16 @@ class History:
     def baselines(self) -> dict[str, Baseline]:
         return {b.name: b for b in self.ledger.all("baseline", Baseline)}
 
+    def step_us(self, kind: str, device_type: str) -> float | None:
+        """How long a step of this kind takes now: with what was kept, or of the unchanged model run
+        as candidates are; None where it was not timed."""
+        if (measured := self.ledger.last("measured")) is not None:
+            return float(measured[kind]["median_us"])
+        in_graph = device_type == "cuda" and kind == "decode"
+        timed = self.baselines.get("graph" if in_graph else "eager")
+        timing = None if timed is None else getattr(timed, kind)
+        return None if timing is None else timing.median_us
+
     def deaths(self, name: str, backend: str) -> int:
         """How often this change was begun and not decided: it may have broken the run."""
         kinds = [

@@ -2,9 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-
-from torch import nn
+from dataclasses import replace
 
 from agents import controls
 from agents.budget import BudgetSpent
@@ -14,38 +12,18 @@ from agents.claude.options import Options
 from agents.faults import Renew, card_is_lost
 from agents.given import Given
 from agents.history import MAX_DEATHS, Started
-from agents.measure import Steps, places
-from agents.policy import Decision, decide
+from agents.policy import Decision
 from agents.proposers.auto import agent_in, make_proposer
-from agents.proposers.base import UNKNOWN, Context, Suggestion, Tried, suggest
+from agents.proposers.base import Context, Suggestion, Tried, suggest
 from agents.sandboxed import Gate, give_up_rights
+from agents.search import Limits, Stop, ending
 from agents.session import Session
-from agents.tuner import tune
-from harness import judge
-from harness.domains import judge_with_domain
+from agents.trial import Outcome, Trial
 from harness.errors import SelfTestError, UserError
-from harness.records import Attempt, Audit, Latency, Status, Verdict
-from optimized.catalog import load_change
-from optimized.change import Change, KnobValue, apply_change, limit, nodes, share
-from optimized.inductor import region_source
-from optimized.plan import Enabled, make_knobs
+from harness.records import Attempt, Latency, Status
+from optimized.change import Change, nodes
 
 CONTROL_TRIES = 3
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """What is known of a change so far."""
-
-    knobs: dict[str, dict[str, KnobValue]] = field(default_factory=dict)
-    region_verdict: Verdict | None = None
-    model_verdict: Verdict | None = None
-    latency: Latency | None = None
-    audit: Audit | None = None
-    generated: str | None = None  # what a compiler made of the region, up to its verdict
-    failure: str | None = None
-    model: nn.Module | None = None
-    steps: Steps | None = None
 
 
 class Loop:
@@ -60,21 +38,24 @@ class Loop:
         *,
         require_sandbox: bool = False,
         options: Options | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Change files `given` are tried first. Neither they nor what a model writes (`options`)
-        nor, with `require_sandbox`, any candidate runs here before a worker's verdict."""
+        nor, with `require_sandbox`, any candidate runs here before a worker's verdict. `limits` say
+        when the search ends by itself."""
         self.session, self.require_sandbox = session, require_sandbox
         self.gate: Gate | None = None
         rest = make_proposer(proposer, Desk(session, self.open_gate), options)
         self.agent = agent_in(rest)
         self.proposer = Given(given, rest, self.look)
-        self.max_changes = max_changes
+        self.max_changes, self.limits = max_changes, limits or Limits()
         self.workload, self.ledger = session.workload, session.ledger
         self.history, self.progress = session.history, session.progress
+        self.trial = Trial(session, self.open_gate)
 
     def run(self) -> str:
-        """Work; returns why it ended: "done" or "budget"."""
-        reason = "done"
+        """Work; returns why it ended: "done", "budget", "plateau" or "floor"."""
+        reason, why = "done", None
         try:
             if self.agent is not None:
                 self.agent.connect()
@@ -83,17 +64,19 @@ class Loop:
                 give_up_rights(self.ledger, self.progress.done)
             self.session.prepare()
             self.offer_controls()
-            self.search()
+            if (stop := self.search()) is not None:
+                reason, why = stop.reason, stop.why
+                self.progress.done(f"{reason}: {why}", "yellow")
         except BudgetSpent as spent:
-            self.progress.done(f"budget: {spent}", "yellow")
-            reason = "budget"
+            reason, why = "budget", str(spent)
+            self.progress.done(f"budget: {why}", "yellow")
         finally:
             for opened in (self.agent, self.gate):
                 if opened is not None:
                     opened.close()
         if self.history.changes_judged:
             self.session.finish()
-        self.ledger.append("stopped", {"reason": reason})
+        self.ledger.append("stopped", {"reason": reason, "why": why})
         return reason
 
     def open_gate(self) -> Gate:
@@ -144,14 +127,24 @@ class Loop:
             effects[kind] = max(effects[kind], *(abs(us) for us in pair.gain_interval_us))
         self.session.set_effects(effects)
 
-    def search(self) -> None:
+    def search(self) -> Stop | None:
+        """Try what is proposed; why the search ended by itself, if something was left."""
         while self.max_changes is None or self.history.changes_judged < self.max_changes:
+            if (stop := self.ending()) is not None:
+                return stop
             suggestions = self.proposer.propose(self.context())
             proposals = [s.proposal.to_json() for s in suggestions]
             self.ledger.append("proposals", {"proposals": proposals})
             if not suggestions:
-                return
+                return None
             self.attempt(suggestions[0])
+        return None
+
+    def ending(self) -> Stop | None:
+        kind = self.session.measure.kind
+        floor_us = self.session.floors_us()[kind]
+        step_us = self.history.step_us(kind, self.workload.device.type)
+        return ending(self.history, self.limits, floor_us, step_us)
 
     def context(self) -> Context:
         return Context(
@@ -167,9 +160,11 @@ class Loop:
 
     def attempt(self, suggestion: Suggestion, control: str | None = None) -> Attempt:
         """Try one change, and record what came of it whatever that is."""
-        self.session.budget.require(0.0 if control else self.history.change_s)
+        instant = control is not None or suggestion.settled
+        self.session.budget.require(0.0 if instant else self.history.change_s)
         name, backend = suggestion.proposal.change, suggestion.proposal.backend
-        started = time.monotonic()
+        known = suggestion.beforehand
+        started = time.monotonic() - (0.0 if known is None else known.seconds)
         index = len(self.history.attempts) + 1
         deaths = self.history.deaths(name, backend)
         begun = self.begun(suggestion, index, control)
@@ -181,7 +176,8 @@ class Loop:
             outcome.failure = f"the run died {deaths} times while this change was tried"
         else:
             try:
-                self.try_change(suggestion, outcome, gated=control is None)
+                gated = self.require_sandbox and control is None
+                self.trial.run(suggestion, outcome, gated=gated)
             except (UserError, BudgetSpent):
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises is a finding
@@ -191,7 +187,7 @@ class Loop:
         spoilt = None if lost else weights.changed(self.session.reference)
         if spoilt is not None:
             outcome.failure = f"it changed the reference's weight {spoilt}"
-        decision = self.decision(outcome)
+        decision = self.trial.decision(outcome)
         if control is not None and decision.status is Status.KEPT:
             decision = Decision(
                 status=Status.FAILED, reason=f"the keep rule accepted it: {decision.reason}"
@@ -203,7 +199,7 @@ class Loop:
             )
         attempt = self.record(begun, outcome, decision, started)
         if outcome.model is not None:
-            source = self.save_source(attempt, outcome.model)
+            source = self.trial.save_source(attempt, outcome.model)
             attempt = replace(attempt, generated_source=source)
         self.ledger.append("attempt", attempt)
         style = "green" if attempt.status is Status.KEPT else "dim"
@@ -233,106 +229,6 @@ class Loop:
             bound_us=None if control else proposal.bound_us,
             control=control,
             parent=kept[-1].id if kept else None,
-        )
-
-    def try_change(self, suggestion: Suggestion, outcome: Outcome, *, gated: bool) -> None:
-        """Tune, apply, judge and time a change; what comes of it goes to `outcome`. The run's own
-        controls are not `gated`."""
-        session, measure = self.session, self.session.measure
-        change, backend = suggestion.change, suggestion.proposal.backend
-        name = suggestion.proposal.change
-        foreign = suggestion.foreign
-        if foreign or (self.require_sandbox and gated):
-            self.progress.part("region verdict in the sandbox")
-            seed = self.workload.seed + len(self.history.attempts)
-            asked = None if backend == UNKNOWN else backend
-            verdict = self.open_gate().verdict(name, asked, seed)
-            if not verdict.passed:
-                outcome.region_verdict = verdict
-                return
-        if foreign:
-            change = load_change(name)
-        if self.workload.device.type == "cuda":
-            self.progress.part("tuning")
-            outcome.knobs = tune(
-                session.current,
-                change,
-                backend,
-                measure.run_decode(session.current),
-                study_path=session.directory / "optuna.journal",
-                seconds=session.budget.share_s(0.03, at_most_s=5.0),
-            )
-        enabled = Enabled(name=change.name, backend=backend, knobs=outcome.knobs)
-        outcome.model = share(session.current)
-        where = places(outcome.model)
-        self.progress.part("region verdict")
-        apply_change(outcome.model, change, backend, make_knobs(change, enabled))
-        if places(outcome.model) != where:
-            session.rebase()  # packing moved weights that a captured graph still points to
-        seed = self.workload.seed + len(self.history.attempts)
-        outcome.region_verdict = judge_with_domain(
-            session.reference,
-            outcome.model,
-            change,
-            backend,
-            self.workload,
-            seed,
-            targets=session.judged_targets,
-        )
-        if not outcome.region_verdict.passed:
-            return
-        outcome.generated = region_source(outcome.model, change.region)
-        assert outcome.region_verdict.domain is not None  # it passed
-        if session.guards:
-            limit(outcome.model, change, outcome.region_verdict.domain)  # what is timed was judged
-        self.progress.part("timing")
-        outcome.steps = measure.steps(outcome.model)
-        effects = self.history.effect_us()
-        outcome.latency = measure.latency(session.base, outcome.steps, effects)
-        gain = getattr(outcome.latency, measure.kind)
-        undecided = 0 < gain.gain_interval_us[0] and gain.gain_us <= gain.mde_us
-        if undecided and self.effect_is_old() and session.budget.has(2 * measure.effects_s):
-            session.calibrate()  # a faster model may show smaller effects
-            effects = self.history.effect_us()
-            outcome.latency = measure.latency(session.base, outcome.steps, effects)
-        self.progress.part("audit")
-        outcome.audit = measure.audit(session.base, outcome.steps)
-        if self.decision(outcome).status is Status.KEPT:
-            self.progress.part("layers' verdict")
-            outcome.model_verdict = judge.judge_model(
-                session.reference,
-                outcome.model,
-                self.workload,
-                seed,
-                per_kind=session.layers_per_kind,
-            )
-
-    def save_source(self, attempt: Attempt, model: nn.Module) -> str | None:
-        """Leave what a compiler generated for the change in the run's directory, for review."""
-        source = region_source(model, attempt.region)
-        if source is None:
-            return None
-        folder = self.session.directory / "generated"
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{attempt.index:02d}-{attempt.name.replace(':', '-')}.py"
-        path.write_text(source)
-        return f"{folder.name}/{path.name}"
-
-    def effect_is_old(self) -> bool:
-        """Whether a change was kept since the smallest effect was measured."""
-        kinds = [event.kind for event in self.ledger.events()]
-        return "measured" in kinds[len(kinds) - kinds[::-1].index("effect") :]
-
-    def decision(self, outcome: Outcome) -> Decision:
-        if outcome.failure is not None:
-            return Decision(status=Status.FAILED, reason=outcome.failure)
-        return decide(
-            target=self.session.measure.kind,
-            region_verdict=outcome.region_verdict,
-            model_verdict=outcome.model_verdict,
-            latency=outcome.latency,
-            floors_us=self.session.floors_us(),
-            audit=outcome.audit,
         )
 
     def record(

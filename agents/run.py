@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agents import search
 from agents.claude import options, secrets
 from agents.pulse import Pulse
 from harness import cli
@@ -74,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--seed", type=int, default=0, help="seed of weights, inputs and cases")
     options.add(p)
+    search.add(p)
     p.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
     p.add_argument("--json", action="store_true", help="print summary.json on stdout")
     return p
@@ -130,6 +132,7 @@ def check(a: argparse.Namespace) -> None:
         if file.suffix != ".py" or not file.is_file():
             raise UserError(f"no change file at {file}; give the path of a .py file")
     options.check(a)
+    search.check(a)
     names = [file.name for file in a.change]
     if double := next((n for n in names if names.count(n) > 1), None):
         raise UserError(f"two change files are called {double}; rename one")
@@ -153,6 +156,7 @@ def recall(a: argparse.Namespace, ledger: Ledger) -> None:
     known = run.get("options") or {}
     a.require_sandbox |= bool(known.get("require_sandbox"))
     options.recall(a, known)
+    search.recall(a, known)
 
 
 def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pulse) -> int:
@@ -202,6 +206,7 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
             given,
             require_sandbox=a.require_sandbox,
             options=limits,
+            limits=search.limits(a),
         )
         reason = loop.run()
     except KeyboardInterrupt:
@@ -271,6 +276,7 @@ def start(a: argparse.Namespace, workload: "Workload", begun: "Begun | None") ->
                 "budget_minutes": a.budget_minutes,
                 **({"plan": begun.name} if begun else {}),
                 **({"require_sandbox": True} if a.require_sandbox else {}),
+                **search.recorded(a),
                 **options.recorded(a),
             },
             **({"stands_on": begun.lines()} if begun else {}),

@@ -4,15 +4,15 @@ Nothing that a model wrote runs in this process; `verify` and `bench` ask worker
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from agents import search
 from agents.calls import calls_of
 from agents.claude import words
 from agents.claude.ideas import Ideas
-from agents.claude.region_time import region_time
 from agents.claude.trajectory import Call
 from agents.claude.tree import Tree, cut
 from agents.proposers.base import Context
@@ -22,6 +22,7 @@ from harness.errors import UserError
 from harness.observe import CandidateError
 from harness.points import rounding_points
 from harness.records import Environment
+from harness.region_time import region_time
 from optimized.change import Change, nodes
 
 SHAPES = 8  # of a region's calls
@@ -169,6 +170,10 @@ class Desk:
         if file not in self.seen:
             self.seen[file] = self.gate().look(file)
         return self.seen[file]
+
+    def decided(self, files: Sequence[str]) -> str | None:
+        """What came of a round of submitted files; None while one of them is not decided."""
+        return search.outcome_of(self.session.history, files)
 
     def outcome(self, file: str) -> str | None:
         """What came of a submitted file; None while it is not decided."""

@@ -1,7 +1,7 @@
 """Change files that a model wrote: where they lie, and which were judged already.
 
-A file is known by its content without comments and layout, together with the changes that the run
-has kept: the same file against the same model is the same idea. Torch-free.
+A file is known by its content without comments, docstrings and layout, together with the changes
+that the run has kept: the same file against the same model is the same idea. Torch-free.
 """
 
 import ast
@@ -18,6 +18,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]{0,39}\.py")
 SUBMITTED = "submitted"
 EVENT = "agent_verdict"
 MOST_BYTES = 200_000
+DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 
 class Ideas:
@@ -56,11 +57,7 @@ class Ideas:
         return f"written: {CANDIDATES}/{name}, {len(text.splitlines())} lines"
 
     def key(self, path: Path) -> str:
-        text = path.read_text()
-        try:
-            text = ast.dump(ast.parse(text))
-        except (SyntaxError, ValueError):
-            pass  # then its letters count
+        text = normalised(path.read_text())
         kept = [attempt.name for attempt in self.history.kept]
         return hashlib.sha256(repr((text, kept)).encode()).hexdigest()[:12]
 
@@ -92,3 +89,29 @@ class Ideas:
     def note(self, path: Path, passed: bool, text: str) -> None:
         data = {"key": self.key(path), "file": path.name, "passed": passed, "text": text}
         self.ledger.append(EVENT, data)
+
+
+def normalised(text: str) -> str:
+    """What a file does: its syntax tree without docstrings; of no Python, its letters."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return text
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, DOCUMENTED) and body and _is_text(body[0]):
+            del body[0]
+    return ast.dump(tree)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def key_of(file: str) -> str:
+    """The key of a submitted file, by its path."""
+    return Path(file).stem.rpartition("-")[2]

@@ -15,7 +15,9 @@ from harness.records import Record
 AUTO, CLAUDE, REPLAY = "auto", "claude", "replay:"
 MODEL = "claude-opus-5-5"
 EFFORTS = "low", "medium", "high", "xhigh", "max"
-FLAGS = "llm_model", "effort", "budget_usd", "budget_tokens"
+FLAGS = "llm_model", "effort", "candidates", "budget_usd", "budget_tokens"
+FIXED = "llm_model", "effort", "candidates"  # for a whole run
+CANDIDATES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,7 @@ class Options(Record):
     effort: str | None
     budget_usd: float | None
     budget_tokens: int | None
+    candidates: int = CANDIDATES  # of a round, at most
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -45,6 +48,12 @@ def add(p: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--effort", choices=EFFORTS, help="by default ANTHROPIC_EFFORT, or the model's own"
     )
+    group.add_argument(
+        "--candidates",
+        type=int,
+        metavar="N",
+        help=f"how many changes it may submit in a round; default {CANDIDATES}",
+    )
     group.add_argument("--budget-usd", type=float, help="stop before more than this is spent")
     group.add_argument("--budget-tokens", type=int, help="stop before more tokens are used")
 
@@ -55,7 +64,11 @@ def check(a: argparse.Namespace) -> None:
         if getattr(a, flag) is not None and getattr(a, flag) <= 0:
             name = flag.replace("_", "-")
             raise UserError(f"--{name} is {getattr(a, flag):g}; give a number above 0")
+    if a.candidates is not None and a.candidates < 1:
+        raise UserError(f"--candidates is {a.candidates}; give at least 1")
     if a.proposer is not None and a.proposer.startswith(REPLAY):
+        if a.candidates is not None:
+            raise UserError("a record says how many candidates a round has; leave --candidates out")
         file = Path(a.proposer.removeprefix(REPLAY))
         if not file.is_file():
             raise UserError(f"no trajectory at {file}; a run with a model leaves one in its agent/")
@@ -85,6 +98,7 @@ def of(a: argparse.Namespace) -> Options | None:
         effort=effort,
         budget_usd=a.budget_usd,
         budget_tokens=a.budget_tokens,
+        candidates=a.candidates or CANDIDATES,
     )
     options.purse()  # which says what is missing
     require_key()
@@ -101,14 +115,15 @@ def recorded(a: argparse.Namespace) -> dict[str, Any]:
         "effort": options.effort,
         "budget_usd": options.budget_usd,
         "budget_tokens": options.budget_tokens,
+        "candidates": options.candidates,
     }
 
 
 def recall(a: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Budgets may be given anew; model and effort are those that the run began with."""
+    """Budgets may be given anew; the rest is what the run began with."""
     for name in FLAGS:
         known, given = options.get(name), getattr(a, name)
-        if name in ("llm_model", "effort") and known is not None and given not in (None, known):
+        if name in FIXED and known is not None and given not in (None, known):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"this run was begun with {flag} {known}; leave {flag} out")
         if given is None:

@@ -1,13 +1,15 @@
-"""The conversation: ask the model, do what it calls for, until it submits a change or ends."""
+"""The conversation: ask the model, do what it calls for, until a round of changes is submitted or
+it ends."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from agents.budget import Budget, BudgetSpent
+from agents.claude.ideas import key_of
 from agents.claude.line import PATIENCE_S, AskAgain
 from agents.claude.spend import MOST_OUTPUT, Purse
-from agents.claude.tools import TOOLS, complaint
+from agents.claude.tools import END_ROUND, TOOLS, complaint
 from agents.claude.trajectory import Call, Conversation, Event, Trajectory
 
 MOST_ANSWERS = 60  # without a submission: the model goes round in circles
@@ -17,6 +19,14 @@ UNSEEN = 1_000  # tokens that the service adds where there are tools, at most
 NUDGE = "Go on with a tool call; end with submit or give_up."
 CUT = "Your answer was cut off at its limit of tokens. Go on, in smaller steps."
 REFUSED = "the model refused"
+ROUNDS = """
+
+## Rounds
+
+A round takes up to {most} candidates: submit one after the other, and call end_round if you have
+fewer. Then all are judged and timed at region level. The best goes on to the whole model, the next
+best if that is refused. You are told what came of each, with all the judge's words on the best and
+on the most instructive failure. Let the candidates of a round differ in what they try."""
 
 
 class Answers(Protocol):
@@ -33,7 +43,7 @@ class Bench(Protocol):
     def prompt(self) -> str: ...
     def do(self, call: Call) -> tuple[str, bool]: ...
     def take(self, call: Call) -> tuple[str | None, str]: ...
-    def outcome(self, file: str) -> str | None: ...
+    def decided(self, files: Sequence[str]) -> str | None: ...
 
 
 class Talk:
@@ -51,51 +61,96 @@ class Talk:
         budget: Budget,
         replied: Callable[[Call, Event], None] = lambda call, event: None,
         most_context: int = MOST_CONTEXT,
+        candidates: int = 1,
     ) -> None:
         """`settings` are the request's model and effort. `replied` sees each tool's result. Without
-        a `purse` answers cost nothing. A prompt beyond `most_context` tokens is summarised."""
+        a `purse` answers cost nothing. A prompt beyond `most_context` tokens is summarised. A round
+        takes up to so many `candidates`."""
         self.answers, self.bench, self.record = answers, bench, record
         self.system, self.settings = system, settings
         self.purse, self.budget, self.replied = purse, budget, replied
-        self.most_context = most_context
+        self.most_context, self.candidates = most_context, candidates
+        self.tools = TOOLS if candidates == 1 else [*TOOLS, END_ROUND]
+        self.spent: BudgetSpent | None = None  # no further answer can be afforded
         self.said = Conversation()
         for event in record.events():
             self.said.take(event)
 
-    def next(self) -> tuple[str, str] | None:
-        """The next change file to try, with its hypothesis; None when there will be none.
+    def next(self) -> list[tuple[str, str]] | None:
+        """The next round of change files to try, with their hypotheses; None when there will be
+        none.
 
-        It comes again until its outcome is known, which is the result of its call. BudgetSpent
-        when time, tokens or dollars are used up; the conversation can go on later.
+        It comes again until the outcome of all is known, which is the result of the call that ended
+        the round. BudgetSpent when time, tokens or dollars are used up and what was submitted is
+        decided; the conversation can go on later.
         """
-        while self.said.ended is None:
-            call = self.said.waiting
-            if call is None:
-                self.ask()
+        while True:
+            call, pending = self.said.waiting, self.said.pending
+            if self.is_over(call):
+                files = [event["file"] for event in pending]
+                outcome = self.bench.decided(files)
+                if outcome is None:
+                    return [(event["file"], event["hypothesis"]) for event in pending]
+                ends = None if call is None else call.id
+                self.note("round", files=files, call=ends, outcome=outcome)
+            elif self.said.ended is not None:
+                return None
+            elif self.spent is not None:
+                raise self.spent
+            elif call is None:
+                self.ask_or_end()
+            elif (outcome := self.said.outcomes.get(call.id)) is not None:
+                self.reply(call, outcome)
+            elif call.id in self.said.submitted:
+                self.reply(call, self.counted())
             elif (wrong := complaint(call)) is not None:
                 self.reply(call, wrong, error=True)
-            elif (handed := self.said.submitted.get(call.id)) is not None:
-                outcome = self.bench.outcome(handed["file"])
-                if outcome is None:
-                    return handed["file"], handed["hypothesis"]
-                self.reply(call, outcome)
             elif call.name == "submit":
-                file, words = self.bench.take(call)
-                if file is None:
-                    self.reply(call, words, error=True)
-                else:
-                    self.note("submitted", id=call.id, file=file, hypothesis=words)
+                self.submit(call)
+            elif call.name == END_ROUND["name"]:
+                self.reply(call, "nothing was submitted in this round", error=True)
             elif call.name == "give_up":
                 self.note("ended", reason=f"the model gave up: {call.input['reason']}")
             else:
                 self.reply(call, *self.bench.do(call))
-        return None
+
+    def is_over(self, call: Call | None) -> bool:
+        """Whether the round that is open takes no further candidate."""
+        if not self.said.pending:
+            return False
+        asked = call is not None and call.name == END_ROUND["name"] and complaint(call) is None
+        full = len(self.said.pending) >= self.candidates
+        return full or asked or self.said.ended is not None or self.spent is not None
+
+    def submit(self, call: Call) -> None:
+        file, words = self.bench.take(call)
+        if file is None:
+            self.reply(call, words, error=True)
+        elif key_of(file) in [key_of(event["file"]) for event in self.said.pending]:
+            self.reply(call, "this round has the same idea already; submit another", error=True)
+        else:
+            spent = self.said.spent.to_json()
+            self.note("submitted", id=call.id, file=file, hypothesis=words, spent=spent)
+
+    def counted(self) -> str:
+        count = len(self.said.pending)
+        return (
+            f"candidate {count} of at most {self.candidates} in this round; submit another that "
+            "differs, or call end_round"
+        )
+
+    def ask_or_end(self) -> None:
+        """One answer; where none can be afforded the open round is decided before that ends it."""
+        try:
+            self.ask()
+        except BudgetSpent as error:
+            self.spent = error
 
     def ask(self) -> None:
         """One answer, unless a limit was reached."""
         said = self.said
         if not said.messages:
-            self.note("began", prompt=self.bench.prompt())
+            self.note("began", prompt=self.opening(), candidates=self.candidates)
         elif (reason := self.at_its_end()) is not None:
             self.note("ended", reason=reason)
             return
@@ -112,6 +167,11 @@ class Talk:
             self.note("ended", reason="the record has no more answers")
         else:
             self.note("answer", message=message)
+
+    def opening(self) -> str:
+        """The first prompt."""
+        rounds = ROUNDS.format(most=self.candidates) if self.candidates > 1 else ""
+        return self.bench.prompt() + rounds
 
     def at_its_end(self) -> str | None:
         """Why nothing more is asked, or None."""
@@ -131,13 +191,14 @@ class Talk:
         to the conversation that they were part of."""
         lines = "\n".join(f"- {line}" for line in self.said.summaries)
         last = "\n\n".join(f"{c.brief}\n{self.said.results[c.id]['text']}" for c in self.said.calls)
-        prompt = f"{self.bench.prompt()}\n\n## What you did so far\n\n{lines}\n"
-        self.note("began", prompt=f"{prompt}\n## The last results\n\n{last}" if last else prompt)
+        prompt = f"{self.opening()}\n\n## What you did so far\n\n{lines}\n"
+        prompt = f"{prompt}\n## The last results\n\n{last}" if last else prompt
+        self.note("began", prompt=prompt, candidates=self.candidates)
 
     @property
     def prompt(self) -> int:
         """Tokens of the next prompt, at most."""
-        fixed = len(self.system.encode()) + len(json.dumps(TOOLS)) + UNSEEN
+        fixed = len(self.system.encode()) + len(json.dumps(self.tools)) + UNSEEN
         return self.said.prompt_at_most(fixed)
 
     def afford(self) -> int:
@@ -160,7 +221,7 @@ class Talk:
             **self.settings,
             "max_tokens": most,
             "system": [{"type": "text", "text": self.system, "cache_control": cached}],
-            "tools": TOOLS,
+            "tools": self.tools,
             "messages": self.said.messages,
             "cache_control": cached,
         }

@@ -80,7 +80,11 @@ TOOLS = [
     ),
     tool("give_up", "End the work: nothing is left that is worth a try.", reason=TEXT),
 ]
-BY_NAME = {t["name"]: t["input_schema"] for t in TOOLS}
+END_ROUND = tool(  # only where a round takes more than one candidate
+    "end_round",
+    "Have the change files that were submitted in this round judged now, although more would fit.",
+)
+BY_NAME = {t["name"]: t["input_schema"] for t in (*TOOLS, END_ROUND)}
 TYPES = {"string": str, "integer": int}
 
 

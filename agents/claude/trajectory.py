@@ -22,8 +22,8 @@ Message = dict[str, Any]
 
 
 class Trajectory:
-    """Append-only JSONL: `began`, `retry`, `answer`, `result`, `submitted`, `nudge`, `compared`,
-    `ended`."""
+    """Append-only JSONL: `began`, `retry`, `answer`, `result`, `submitted`, `round`, `nudge`,
+    `compared`, `ended`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,6 +85,8 @@ class Conversation:
     calls: list[Call] = field(default_factory=list)  # of the last answer
     results: dict[str, Event] = field(default_factory=dict)  # by call
     submitted: dict[str, Event] = field(default_factory=dict)  # by call
+    pending: list[Event] = field(default_factory=list)  # submitted in the round that is open
+    outcomes: dict[str, str] = field(default_factory=dict)  # of rounds, by the call that ended them
     summaries: list[str] = field(default_factory=list)  # one line for each call so far
     stop: str = ""  # why the last answer ended
     details: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +112,14 @@ class Conversation:
                 self._result(event)
             case "submitted":
                 self.submitted[event["id"]] = event
+                self.pending.append(event)
                 self.since_submit = 0
+            case "round":
+                self.pending = []
+                if event["call"] is not None:
+                    self.outcomes[event["call"]] = event["outcome"]
+                elif self.ended is None:  # a budget ended the round
+                    self.messages.append({"role": "user", "content": event["outcome"]})
             case "nudge":
                 self.messages.append({"role": "user", "content": event["text"]})
                 self.nudges, self.quiet = self.nudges + 1, False

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
-from harness.records import Proposal
+from harness.records import Proposal, Verdict
 from optimized.change import Change, Contract, nodes, reached
 from traces.opportunities import Opportunity
 
@@ -67,6 +67,15 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Beforehand:
+    """What was found out about a suggestion in the sandbox before it is tried."""
+
+    verdict: Verdict  # of its region
+    seconds: float
+    refused: str | None = None  # why it goes no further, although its verdict passed
+
+
+@dataclass(frozen=True, kw_only=True)
 class Suggestion:
     """A proposal with the change that carries it out; the code of a `foreign` one must not run here
     before a sandboxed verdict, and is loaded from the file that it is named by."""
@@ -74,6 +83,13 @@ class Suggestion:
     proposal: Proposal
     change: Change
     foreign: bool = False
+    beforehand: Beforehand | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is refused already, so that it takes no time to decide."""
+        known = self.beforehand
+        return known is not None and (not known.verdict.passed or known.refused is not None)
 
 
 class Proposer(Protocol):

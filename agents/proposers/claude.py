@@ -1,5 +1,5 @@
-"""Proposes what a language model writes. It works through tools (`agents.claude.desk`) until it
-submits a change file, which is tried as any foreign one: after a sandboxed verdict."""
+"""Proposes what a language model writes. It works through tools (`agents.claude.desk`) until it has
+submitted a round of change files, which are tried as any foreign ones: after sandboxed verdicts."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from agents.claude.options import CLAUDE, Options
 from agents.claude.spend import Spent
 from agents.claude.talk import Answers, Talk
 from agents.claude.trajectory import Call, Event, Trajectory
-from agents.proposers.base import Context, Suggestion, suggest_file
+from agents.proposers.base import Context, Suggestion
+from agents.rounds import Rounds
 from harness.errors import UserError
 
 SYSTEM = (Path(__file__).parents[1] / "claude" / "system.md").read_text()
@@ -22,6 +23,7 @@ class Claude:
 
     def __init__(self, desk: Desk, options: Options | None) -> None:
         self.desk, self.options = desk, options
+        self.rounds = Rounds(desk)
         self.line: Line | None = None
         self.talk: Talk | None = None
         self.purse = None if options is None else options.purse()
@@ -50,7 +52,13 @@ class Claude:
             purse=self.purse,
             budget=session.budget,
             replied=self.replied,
+            candidates=self.candidates,
         )
+
+    @property
+    def candidates(self) -> int:
+        """Of a round, at most."""
+        return 1 if self.options is None else self.options.candidates
 
     def hear(self, told: dict[str, Any]) -> None:
         """From the line, while an answer is awaited."""
@@ -67,10 +75,11 @@ class Claude:
         self.desk.session.progress.done(f"model: {call.brief}: {first[:160]}", "dim")
 
     def propose(self, context: Context) -> list[Suggestion]:
-        """The change that the model submits next, or nothing when it came to its end."""
+        """What is left of the round that the model submitted last, or nothing when it came to its
+        end."""
         self.desk.context = context
         self.talk = self.talk or self.begin()
-        self.desk.session.progress.stage("the model works on a change")
+        self.desk.session.progress.stage("the model works on a round of changes")
         try:
             found = self.talk.next()
         except NoAnswer as error:
@@ -81,9 +90,9 @@ class Claude:
         if found is None:
             self.finished(self.talk)
             return []
-        file, hypothesis = found
-        self.charge(file, self.talk.said.spent)
-        return [suggest_file(file, self.desk.look(file), context, hypothesis)]
+        for event in self.talk.said.pending:
+            self.charge(event["file"], Spent.from_json(event["spent"]))
+        return self.rounds.suggestions(found, context)
 
     def account(self, talk: Talk) -> None:
         if self.purse is not None:
@@ -96,20 +105,24 @@ class Claude:
     def finished(self, talk: Talk) -> None:
         self.desk.session.progress.done(f"the model's work ended: {talk.said.ended}")
 
-    def charge(self, file: str, spent: Spent) -> None:
-        """Record what an attempt cost until it was submitted, once."""
+    def charge(self, file: str | None, spent: Spent) -> None:
+        """Record what an attempt cost until it was submitted, once; None: what was spent since."""
         ledger, before = self.desk.ledger, Spent()
         for event in ledger.events():
             if event.kind == SPENT:
                 before = Spent.from_json(event.data["total"])
-                if event.data["file"] == file:
+                if file is not None and event.data["file"] == file:
                     return
-        price = None if self.purse is None else self.purse.price
         own = spent - before
+        if file is None and not own.tokens:
+            return
+        price = None if self.purse is None else self.purse.price
         usd = None if price is None else round(own.usd(price), 6)
         data = {"file": file, "spent": own.to_json(), "usd": usd, "total": spent.to_json()}
         ledger.append(SPENT, data)
 
     def close(self) -> None:
+        if self.talk is not None:
+            self.charge(None, self.talk.said.spent)
         if self.line is not None:
             self.line.close()

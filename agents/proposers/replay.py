@@ -8,6 +8,7 @@ from typing import Any
 from agents.claude import secrets
 from agents.claude.desk import Desk
 from agents.claude.options import REPLAY
+from agents.claude.spend import Spent
 from agents.claude.talk import Answers, Talk
 from agents.claude.trajectory import Call, Event, Trajectory
 from agents.proposers.claude import Claude
@@ -24,6 +25,8 @@ class Replay(Claude):
         super().__init__(desk, None)
         events = list(Trajectory(Path(file)).events())
         self.recorded = [e["message"] for e in events if e["kind"] == "answer"]
+        began = [e for e in events if e["kind"] == "began"]
+        self.most = began[0].get("candidates", 1) if began else 1
         self.results = {e["id"]: e["text"] for e in events if e["kind"] == "result"}
         if not self.recorded:
             raise UserError(
@@ -37,6 +40,14 @@ class Replay(Claude):
 
     def answers(self) -> Answers:
         return self
+
+    @property
+    def candidates(self) -> int:
+        """As in the run that the record is of."""
+        return self.most
+
+    def charge(self, file: str | None, spent: Spent) -> None:
+        """A replay costs nothing."""
 
     def ask(self, request: dict[str, Any], patience_s: float) -> dict[str, Any] | None:
         """The next recorded answer."""

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from agents import run
+from agents import run, search
 from agents.claude import options
-from agents.claude.ideas import Ideas
+from agents.claude.ideas import Ideas, key_of
 from agents.claude.line import KEYS
 from agents.claude.tree import Tree
 from harness.errors import UserError
@@ -54,6 +54,14 @@ BAD = {
     "no-key": (("--budget-usd", "2"), {"ANTHROPIC_API_KEY": ""}, "no key for the Messages API"),
     "effort": (("--budget-usd", "2"), {"ANTHROPIC_EFFORT": "most"}, "ANTHROPIC_EFFORT is 'most'"),
     "below-0": (("--budget-tokens", "-5"), {}, "--budget-tokens is -5; give a number above 0"),
+    "candidates": (("--candidates", "0"), {}, "--candidates is 0; give at least 1"),
+    "plateau": (("--plateau", "0"), {}, "--plateau is 0; give at least 1"),
+    "floor": (("--floor-share", "90"), {}, "--floor-share is 90; give a share above 0, at most 1"),
+    "replayed": (
+        ("--proposer", f"replay:{__file__}", "--candidates", "2"),
+        {},
+        "a record says how many candidates a round has; leave --candidates out",
+    ),
     "no-record": (("--proposer", "replay:none.jsonl"), {}, "no trajectory at none.jsonl; a run wi"),
 }
 
@@ -72,6 +80,7 @@ def test_a_continued_run_keeps_its_model_and_takes_a_new_budget(given) -> None:
         "effort": "high",
         "budget_usd": 2.0,
         "budget_tokens": None,
+        "candidates": 3,
     }
     again = given("--budget-usd", "3")
     options.recall(again, known)
@@ -80,6 +89,17 @@ def test_a_continued_run_keeps_its_model_and_takes_a_new_budget(given) -> None:
     )
     with pytest.raises(UserError, match="was begun with --llm-model claude-opus-5-5; leave --llm"):
         options.recall(given("--llm-model", "claude-opus-5"), known)
+    with pytest.raises(UserError, match="was begun with --candidates 3; leave --candidates out"):
+        options.recall(given("--candidates", "2"), known)
+
+
+def test_a_continued_run_ends_where_it_was_to_end_unless_told_otherwise(given) -> None:
+    known = search.recorded(given("--plateau", "2", "--floor-share", "0.8"))
+    assert known == {"plateau": 2, "floor_share": 0.8}
+    again = given("--plateau", "5")
+    search.recall(again, known)
+    assert search.limits(again) == search.Limits(plateau=5, floor_share=0.8)
+    assert search.limits(given()) == search.Limits(plateau=3, floor_share=0.9)
 
 
 def test_the_tree_shows_the_project_and_nothing_else(tmp_path: Path) -> None:
@@ -114,11 +134,15 @@ def test_an_idea_is_known_by_its_code(tmp_path: Path) -> None:
     assert ideas.write("a.py", "x = 1  # one\n") == "written: candidates/a.py, 1 lines"
     ideas.write("b.py", "# two\nx  =  1\n")
     assert ideas.write("c.py", "x = ").startswith("written, but it is no Python: ")
-    a, b, c = (ideas.path(f"{name}.py") for name in "abc")
+    ideas.write("d.py", '"""Words."""\nx = 1\n')
+    ideas.write("e.py", "x = 2")
+    a, b, c, d, e = (ideas.path(f"{name}.py") for name in "abcde")
+    assert ideas.key(a) == ideas.key(d) != ideas.key(e)
     assert ideas.key(a) == ideas.key(b) != ideas.key(c)
     ideas.note(a, False, "rejected: it differs")
     assert ideas.judged(b) == (False, "rejected: it differs") and ideas.judged(c) is None
     assert Path(ideas.submit(b)).name == f"b-{ideas.key(a)}.py"
+    assert key_of(ideas.submit(b)) == ideas.key(a)
     for name in ("../a.py", "A.py", "a.txt", "submitted/a.py"):
         with pytest.raises(ValueError, match="is no name for a change file"):
             ideas.write(name, "")

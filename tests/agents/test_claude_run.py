@@ -126,9 +126,10 @@ def scripted(tmp_path_factory) -> tuple[Path, str]:
             GIVES_UP,
         )
         api.play(*steps)
-        died = goes_on(directory, api, "--budget-usd", "1", killed="submitted")
+        alone = "--budget-usd", "1", "--candidates", "1", "--plateau", "9"
+        died = goes_on(directory, api, *alone, killed="submitted")
         assert died.returncode == -9 and attempts(directory) == [], died.stderr
-        done = goes_on(directory, api, "--budget-usd", "1")
+        done = goes_on(directory, api, *alone)
     assert done.returncode == 0, done.stderr
     assert len(api.asked) == len(steps)  # nothing was asked twice
     return directory, done.stderr

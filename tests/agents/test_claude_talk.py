@@ -1,5 +1,6 @@
 """The conversation with a scripted model over real sockets; the tools give fixed answers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ LONG = "the first line\n" + "many more letters, " * 400
 
 
 class Table:
-    """Takes every file that is submitted; `decided` says what came of it."""
+    """Takes every file that is submitted; `outcomes` say what came of it."""
 
     def __init__(self) -> None:
-        self.decided: dict[str, str] = {}
+        self.outcomes: dict[str, str] = {}
         self.done: list[str] = []
 
     def prompt(self) -> str:
@@ -33,8 +34,10 @@ class Table:
     def take(self, call: Call) -> tuple[str | None, str]:
         return f"frozen-{call.input['file']}", call.input["hypothesis"]
 
-    def outcome(self, file: str) -> str | None:
-        return self.decided.get(file)
+    def decided(self, files: Sequence[str]) -> str | None:
+        """Of one file its outcome, of more all of them in a line."""
+        known = [self.outcomes.get(file) for file in files]
+        return None if None in known else "; ".join(map(str, known))
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +81,10 @@ def submits(name: str = "a.py") -> Step:
 def test_a_submission_waits_for_its_outcome_and_the_judges_words_go_back(begin, api) -> None:
     two = Step([say("look"), call("ceilings"), call("verify", file="a.py")])
     talk, table = begin(two, submits(), calls("give_up", reason="that was all"))
-    assert talk.next() == ("frozen-a.py", "fewer launches")
+    assert talk.next() == [("frozen-a.py", "fewer launches")]
     assert table.done == ["ceilings()", "verify(file='a.py')"]
-    assert talk.next() == ("frozen-a.py", "fewer launches") and len(api.asked) == 2
-    table.decided["frozen-a.py"] = "rejected: rounds to BF16 at `x`"
+    assert talk.next() == [("frozen-a.py", "fewer launches")] and len(api.asked) == 2
+    table.outcomes["frozen-a.py"] = "rejected: rounds to BF16 at `x`"
     assert talk.next() is None
     assert talk.said.ended == "the model gave up: that was all"
     first, second, third = api.asked
@@ -103,13 +106,62 @@ def test_a_conversation_goes_on_from_its_record_without_asking_again(begin, api)
     for length in (len(record.read_bytes()) - 3, len(record.read_bytes())):
         record.write_bytes(record.read_bytes()[:length])  # as a kill leaves it
         again, table = begin()
-        assert again.next() == ("frozen-a.py", "fewer launches")
+        assert again.next() == [("frozen-a.py", "fewer launches")]
         assert table.done == [] and len(api.asked) == 2
-    table.decided["frozen-a.py"] = "kept"
+    table.outcomes["frozen-a.py"] = "kept"
     assert again.next() is None and len(api.asked) == 3
     assert [e["kind"] for e in again.record.events()] == [
-        *("began", "answer", "result", "answer", "submitted", "result", "answer", "ended"),
+        *("began", "answer", "result", "answer", "submitted", "round", "result", "answer", "ended"),
     ]
+
+
+def test_a_round_takes_several_candidates_and_is_decided_once_it_is_full(begin, api) -> None:
+    """A repeated idea takes no place, and what follows the last one begins the next round."""
+    both = Step([*submits("a-1.py").content, *submits("b-1.py").content])
+    rest = Step([*submits("c-2.py").content, *submits("d-3.py").content])
+    talk, table = begin(both, rest, calls("give_up", reason="done"), candidates=2)
+    assert talk.next() == [("frozen-a-1.py", "fewer launches"), ("frozen-c-2.py", "fewer launches")]
+    told = api.asked[1]["messages"][-1]["content"]
+    assert told[0]["content"].startswith("candidate 1 of at most 2 in this round; submit another ")
+    assert told[1]["content"].startswith("this round has the same idea already")
+    assert [tool["name"] for tool in api.asked[0]["tools"]][-1] == "end_round"
+    assert "takes up to 2 candidates" in api.asked[0]["messages"][0]["content"]
+    table.outcomes |= {"frozen-a-1.py": "kept", "frozen-c-2.py": "rejected"}
+    again, _ = begin(table=table, candidates=2)  # as after a kill
+    assert again.next() == [("frozen-d-3.py", "fewer launches")] and len(api.asked) == 3
+    told = api.asked[2]["messages"][-1]["content"]
+    assert told[0]["content"] == "kept; rejected"
+    assert told[1]["content"].startswith("candidate 1 of at most 2")
+    assert (
+        again.said.ended == "the model gave up: done"
+    )  # its last candidate is decided all the same
+    table.outcomes["frozen-d-3.py"] = "kept"
+    assert again.next() is None
+    rounds = [e["files"] for e in again.record.events() if e["kind"] == "round"]
+    assert rounds == [["frozen-a-1.py", "frozen-c-2.py"], ["frozen-d-3.py"]]
+
+
+def test_the_model_may_end_a_round_before_it_is_full(begin, api) -> None:
+    early = Step([call("end_round"), *submits().content, call("end_round")])
+    talk, table = begin(early, calls("give_up", reason="done"), candidates=3)
+    assert talk.next() == [("frozen-a.py", "fewer launches")]
+    table.outcomes["frozen-a.py"] = "rejected: too slow"
+    assert talk.next() is None
+    told = api.asked[1]["messages"][-1]["content"]
+    assert told[0]["is_error"] and told[0]["content"] == "nothing was submitted in this round"
+    assert told[2]["content"] == "rejected: too slow"
+
+
+def test_what_was_submitted_is_decided_before_a_budget_ends_it(begin, api) -> None:
+    dear = Step(submits().content, usage={"input_tokens": 30_000})
+    talk, table = begin(dear, calls("give_up", reason="done"), tokens=35_000, candidates=3)
+    assert talk.next() == [("frozen-a.py", "fewer launches")]
+    table.outcomes["frozen-a.py"] = "kept"
+    with pytest.raises(BudgetSpent, match="is left of 35,000 tokens"):
+        talk.next()
+    again, _ = begin(tokens=10**6, table=table, candidates=3)
+    assert again.next() is None  # the model is told what came of its round
+    assert api.asked[1]["messages"][-1] == {"role": "user", "content": "kept"}
 
 
 WRONG = {
