@@ -136,13 +136,16 @@ def test_ctrl_c_ends_all_workers() -> None:
 @contextlib.contextmanager
 def deaf(closes_s: float) -> Iterator[int]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    yield 5
-    time.sleep(closes_s)
+    try:
+        yield 5
+    finally:
+        time.sleep(closes_s)
 
 
 def test_an_idle_worker_ends_though_it_hears_no_signal() -> None:
     """With CUDA in use, the signal may be another thread's."""
     with Pool(functools.partial(deaf, 0.0), 2) as pool:
+        pool.executor.await_ready()
         pool.add(*(task(functools.partial(add, n), str(n)) for n in range(2)))
         pool.run()
         started = time.monotonic()
