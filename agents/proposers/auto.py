@@ -4,6 +4,7 @@ then what a model writes, if it may use something up."""
 from typing import TYPE_CHECKING
 
 from agents.claude.options import CLAUDE, REPLAY, Options
+from agents.mcp_link import MCP
 from agents.proposers.base import Agent, Context, Proposer, Suggestion
 from agents.proposers.catalog import Catalog
 from agents.proposers.inductor import Inductor
@@ -32,7 +33,7 @@ PROPOSERS: dict[str, type[Proposer]] = {p.name: p for p in (Auto, Catalog, Induc
 
 def require_known(name: str) -> None:
     """UserError for a proposer that does not exist."""
-    if name not in (*PROPOSERS, CLAUDE) and not name.startswith(REPLAY):
+    if name not in (*PROPOSERS, CLAUDE, MCP) and not name.startswith(REPLAY):
         known = ", ".join((*PROPOSERS, CLAUDE, f"{REPLAY}FILE"))
         raise UserError(f"unknown proposer {name!r}; choose one of {known}")
 
@@ -42,8 +43,11 @@ def make_proposer(name: str, desk: "Desk", options: Options | None) -> Proposer:
     if name in PROPOSERS and options is None:
         return PROPOSERS[name]()
     from agents.proposers.claude import Claude
+    from agents.proposers.mcp import Mcp
     from agents.proposers.replay import Replay, file_of
 
+    if name == MCP:
+        return Mcp(desk)
     if name.startswith(REPLAY):
         return Replay(desk, file_of(name))
     claude = Claude(desk, options)
