@@ -4,8 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from harness.bench_jobs import Job, last_cache_bytes, record_jobs
-from optimized.change import nodes, region_of
+from harness import bench_jobs
+from harness.bench_jobs import Job
 
 if TYPE_CHECKING:
     from agents.session import Session
@@ -14,16 +14,8 @@ if TYPE_CHECKING:
 def calls_of(session: "Session", region: str) -> list[Job]:
     """One job for each kind of call, in the target's step, or else in the other one; ValueError if
     there are none."""
-    model = session.reference
-    if not nodes(model, region):
-        known = sorted({region_of(m) for name, m in model.named_modules() if name})
-        raise ValueError(f"there is no region {region!r}; there are {', '.join(known)}")
-    cache = last_cache_bytes(session.workload.device)
-    for kind in dict.fromkeys((session.measure.kind, "decode", "prefill")):
-        found = record_jobs(model, [region], session.measure.inputs(kind), cache)
-        if found:
-            return found
-    raise ValueError(f"no step calls {region} with plain arguments")
+    kinds = dict.fromkeys((session.measure.kind, "decode", "prefill"))
+    return bench_jobs.calls_of(session.reference, region, map(session.measure.inputs, kinds))
 
 
 def caller(session: "Session") -> Callable[[str], list[Job]]:

@@ -15,23 +15,18 @@ from torch import nn
 
 from harness import confined
 from harness.bench_jobs import Job
-from harness.cases import storages
 from harness.cli import CACHES
 from harness.errors import UserError
-from harness.judge import judge_region
 from harness.ledger import Ledger
 from harness.observe import CandidateError
-from harness.outside import Bursts, call_slots, memoises
 from harness.protections import describe
 from harness.records import Verdict
-from harness.remote import Candidate
+from harness.region_bench import RegionBench
 from harness.sandbox import Sandbox
-from harness.sandboxed import broken
 from harness.workload import Workload
 from optimized.change import Change
 
 OWN_PROCESS = "own_process"  # the ledger's event
-COUNTED = 3  # calls on different values, some repeated, whose operators are counted
 # Where compilers of libraries keep what they made, if they have; the rest of HOME is closed.
 LIBRARY_CACHES = ".nv/ComputeCache", ".cache/flashinfer", ".cache/torch_extensions"
 
@@ -67,8 +62,8 @@ class Gate:
         calls: Callable[[str], list[Job]] | None = None,
     ) -> None:
         """`calls` are those of a region in the timed steps, on which it must not be remembered."""
-        self.reference, self.workload, self.calls = reference, workload, calls
         self.sandbox = Sandbox(reference, workload.device, model=workload.name, required=required)
+        self.bench = RegionBench(workload, self.sandbox, calls)
         with contextlib.ExitStack() as undo:
             undo.callback(self.sandbox.close)
             self.sandbox.open(None).close()
@@ -94,37 +89,4 @@ class Gate:
     def verdict(self, change: str, backend: str | None, seed: int) -> Verdict:
         """The region's verdict with default launch knobs; whatever the candidate does is in it.
         Without a `backend`, the first for this device."""
-        try:
-            candidate = self.sandbox.open(change, backend)
-        except (CandidateError, UserError) as error:
-            return broken(str(error), seed)
-        try:
-            assert candidate.change is not None and candidate.backend is not None
-            verdict = judge_region(
-                self.reference,
-                candidate.model,
-                candidate.change,
-                candidate.backend,
-                self.workload,
-                seed,
-            )
-            if verdict.passed and (told := self.remembers(candidate)) is not None:
-                candidate.findings.setdefault(told)
-            verdict = candidate.judged(verdict)
-        finally:
-            candidate.close()
-        return candidate.judged(verdict) if verdict.passed else verdict
-
-    def remembers(self, candidate: Candidate) -> str | None:
-        """That a call of the timed step does less on values that it has just seen, or None."""
-        if self.calls is None or candidate.change is None:
-            return None
-        try:
-            job = self.calls(candidate.change.region)[0]
-            fixed, seed = storages(self.reference), self.workload.seed
-            slots, redraw = call_slots(job.calls[0], fixed, seed, COUNTED)
-            return memoises(Bursts(candidate, job.names[0], slots, redraw))
-        except ValueError:
-            return None  # no step calls it
-        except CandidateError as error:
-            return f"while its operators were counted: {error}"
+        return self.bench.judge(change, backend, seed).verdict

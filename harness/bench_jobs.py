@@ -7,7 +7,7 @@ does.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from harness.operators import is_view
 from harness.operators import name as called
 from harness.trees import leaves, map_tensors
 from harness.workload import StepInputs
-from optimized.change import nodes
+from optimized.change import nodes, region_of
 
 CACHE_FACTOR = 4  # a chain's data is so many times the last cache
 CHAIN = 16  # calls in a chain, so that the clock's resolution and its start count for little
@@ -105,6 +105,18 @@ def record_jobs(
                 stack.callback(hook.remove)
         model(*inputs.args)
     return list(jobs.values())
+
+
+def calls_of(model: nn.Module, region: str, steps: Iterable[StepInputs]) -> list[Job]:
+    """One job for each kind of call of `region` in the first of the steps that calls it; ValueError
+    if none does."""
+    if not nodes(model, region):
+        known = sorted({region_of(m) for name, m in model.named_modules() if name})
+        raise ValueError(f"there is no region {region!r}; there are {', '.join(known)}")
+    for inputs in steps:
+        if found := record_jobs(model, [region], inputs, last_cache_bytes(inputs.ids.device)):
+            return found
+    raise ValueError(f"no step calls {region} with plain arguments")
 
 
 def shapes(args: Any) -> str:
