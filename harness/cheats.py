@@ -175,12 +175,13 @@ class Arena:
     def outcome(self, fixture: Fixture) -> Outcome:
         """Judge one file as any other."""
         try:
-            reason = self.reason(str(fixture.path))
+            found = self.reason(str(fixture.path))
         except UserError as error:
             text = str(error)
             if "has nothing for" not in text:
                 raise
             return Outcome(name=fixture.name, tries=fixture.tries, outcome=NOT_HERE, how=text)
+        reason = None if found is None else found.replace(f"{ROOT}/", "")
         own = OWN_ERROR.match(reason or "")
         if fixture.honest:
             word = ACCEPTED if reason is None else REJECTED
@@ -214,7 +215,7 @@ class Arena:
             findings = candidate.close()
             for fresh in with_fresh:
                 findings += fresh.close()
-        return "; ".join(dict.fromkeys(findings)).replace(f"{ROOT}/", "") or None
+        return "; ".join(dict.fromkeys(findings)) or None
 
     def prepared(self, candidate: Candidate) -> RegionCases:
         """The region's cases under the candidate's contract; the reference's results are left in a
