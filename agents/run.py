@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from agents import search
 from agents.claude import options, secrets
+from agents.mcp_link import MCP
 from agents.pulse import Pulse
 from harness import cli
 from harness.errors import ExitCode, UserError
@@ -260,6 +261,7 @@ def start(a: argparse.Namespace, workload: "Workload", begun: "Begun | None") ->
     chosen = workload.target(a.target)
     targets = {kind: workload.target(name) for kind, name in DEFAULTS.items()}
     targets[chosen.kind] = chosen
+    program = MCP if a.proposer == MCP else "run"
     ledger.append(
         "run",
         {
@@ -281,7 +283,7 @@ def start(a: argparse.Namespace, workload: "Workload", begun: "Begun | None") ->
             },
             **({"stands_on": begun.lines()} if begun else {}),
             "workload": {kind: target.describe() for kind, target in targets.items()},
-            "command": "python -m agents.run " + " ".join(sys.argv[1:]),
+            "command": f"python -m agents.{program} " + " ".join(sys.argv[1:]),
         },
     )
     return ledger

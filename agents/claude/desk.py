@@ -11,8 +11,9 @@ import torch
 
 from agents import search
 from agents.calls import calls_of
-from agents.claude import words
+from agents.claude import profiled, words
 from agents.claude.ideas import Ideas
+from agents.claude.profile import Profiler
 from agents.claude.trajectory import Call
 from agents.claude.tree import Tree, cut
 from agents.proposers.base import Context
@@ -38,6 +39,14 @@ class Desk:
         self.tree = Tree(self.ideas.folder)
         self.context: Context | None = None  # of the proposal that is being worked out
         self.seen: dict[str, tuple[Change, str] | None] = {}
+        self.profiler = Profiler(session.workload.device.type)
+
+    def connect(self) -> None:
+        """Begin what needs the network, before this process gives it up."""
+        self.profiler.connect()
+
+    def close(self) -> None:
+        self.profiler.close()
 
     def prompt(self) -> str:
         """What the model is told first: the machine, the task, what the trace offers."""
@@ -119,10 +128,7 @@ class Desk:
 
     def bench(self, file: str) -> str:
         """The region's first call in the timed step, with the change and without it."""
-        path = self.ideas.path(file)
-        judged = self.ideas.judged(path)
-        if judged is None or not judged[0]:
-            raise ValueError(f"{file} has not passed verify; only what did is timed")
+        path = self.passed(file, "timed")
         sandbox = self.gate().sandbox
         candidate = sandbox.open(str(path))
         try:
@@ -135,6 +141,33 @@ class Desk:
         if findings:
             return f"rejected: {'; '.join(findings)}"
         return words.pair(f"{job.label}, {job.shapes}, one call", times)
+
+    def passed(self, file: str, to_be: str) -> Path:
+        """Of a change file that passed `verify` as it is; ValueError for another."""
+        path = self.ideas.path(file)
+        judged = self.ideas.judged(path)
+        if judged is None or not judged[0]:
+            raise ValueError(f"{file} has not passed verify; only what did is {to_be}")
+        return path
+
+    def profile(self, file: str) -> str:
+        """The metrics of the region's first call in the timed step with the change; where they
+        cannot be had, why, and what its kernels take."""
+        handed = self.ideas.submit(self.passed(file, "profiled"))
+        profiler = self.profiler
+        if profiler.absent is not None:
+            return f"no profile: {profiler.absent}.\n{profiled.resources(handed)}"
+        seen = self.look(handed)
+        if seen is None:
+            raise ValueError(f"{file} cannot be loaded; verify says why")
+        change, backend = seen
+        job = calls_of(self.session, change.region)[0]
+        node = self.session.reference.get_submodule(job.names[0])
+        profiled.save(profiler.case, node, job.calls[0], file=handed, backend=backend)
+        try:
+            return f"{job.label}, {job.shapes}, one call\n{profiler.profile(self.workload.name)}"
+        except ValueError as error:
+            return f"no profile: {error}.\n{profiled.resources(handed)}"
 
     def take(self, call: Call) -> tuple[str | None, str]:
         """A submitted file as it will be tried, with its hypothesis; or None, and why it is not."""

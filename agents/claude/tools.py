@@ -72,6 +72,14 @@ TOOLS = [
         file=FILE,
     ),
     tool(
+        "profile",
+        "Nsight Compute's metrics of the region's first call with a change file that passed "
+        "verify, kernel by kernel. Without a card or ncu: the registers, spills and shared memory "
+        "of the Triton kernels in the file's offline_cases() (as in optimized/swiglu.py), compiled "
+        "for several cards.",
+        file=FILE,
+    ),
+    tool(
         "submit",
         "Have a change file tried by the run: judged, timed in the whole model, kept or not. The "
         "answer is the decision with the judge's words.",

@@ -30,6 +30,7 @@ class Claude:
 
     def connect(self) -> None:
         """Open the line, which takes the key and every other secret out of this process."""
+        self.desk.connect()
         self.line = Line(self.hear)
         model = self.options.model if self.options else ""
         self.desk.session.progress.done(
@@ -124,5 +125,6 @@ class Claude:
     def close(self) -> None:
         if self.talk is not None:
             self.charge(None, self.talk.said.spent)
+        self.desk.close()
         if self.line is not None:
             self.line.close()

@@ -48,6 +48,7 @@ class Mcp(Claude):
         """Greet the MCP server that started this process; what an agent wrote gets no secret."""
         self.link = Link.inherited()
         self.link.greet(directory=str(self.desk.session.directory.resolve()))
+        self.desk.connect()
         secrets.take()
         secrets.hand_over()
 
@@ -98,3 +99,4 @@ class Mcp(Claude):
             self.calls.last_decision()
         if self.link is not None:
             self.link.close()
+        self.desk.close()

@@ -35,6 +35,7 @@ class Replay(Claude):
 
     def connect(self) -> None:
         """Nobody is asked; what a model wrote gets no secret either."""
+        self.desk.connect()
         secrets.take()
         secrets.hand_over()
 
