@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.certificate import ROOT, Certificate, imported
 from harness.records import Paired, PointReport, Timing
-from reports import drift, figures, text
+from reports import drift, figures, spending, text
 from reports.pr_bundle import Bundle, Kept, bundles, proposal_of, write_bundle
 from reports.pr_record import Compiled, Kernel, compiled
 from reports.render import environment
@@ -43,6 +43,7 @@ def page(run: Run, bundle: Bundle) -> str:
         kernels=kernel_rows(kept.compiled),
         domain=region.domain if region else None,
         commit=kept.environment.git_commit,
+        spent=spending.of_attempt(run, kept.attempt),
     )
 
 

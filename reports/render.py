@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from harness.confined import describe as describe_own
 from harness.protections import describe
 from harness.records import Status, Timing
-from reports import drift, figures, headline, layer, text
+from reports import drift, figures, headline, layer, rounds, spending, text
 from reports.run import Run
 
 SECTIONS = (
@@ -19,6 +19,11 @@ SECTIONS = (
     (Status.REJECTED, "What was rejected, and why", "Nothing was rejected."),
     (Status.FAILED, "What failed", "Nothing failed before it could be judged."),
 )
+
+ENDS = {  # why a search ended by itself although something was left to try
+    "plateau": "The search ended at a plateau",
+    "floor": "The search ended near the floor",
+}
 
 
 def environment(*, autoescape: bool) -> Environment:
@@ -43,6 +48,7 @@ def environment(*, autoescape: bool) -> Environment:
         text.megabytes,
         text.date,
         text.knobs,
+        spending.dollars,
     )
     templates.filters.update({words.__name__: words for words in filters})
     if autoescape:  # HTML: keep a figure and its unit on one line
@@ -110,6 +116,9 @@ def context(run: Run) -> dict[str, Any]:
         "describe_point": figures.describe_point,
         "describe_verdict": figures.describe_verdict,
         "describe_audit": figures.describe_audit,
+        "spending": spending.rows(run),
+        "spent": spending.total(run.spending),
+        "rounds": rounds.rows(run),
     }
 
 
@@ -124,7 +133,10 @@ def state(run: Run) -> str | None:
     """How the run stands if it did not come to its own end, in a sentence."""
     resume = f"continue it with --resume {run.directory}"
     if run.stopped == "budget":
-        return f"The budget stopped this run; {resume}."
+        why = f": {run.stopped_why}" if run.stopped_why else ""
+        return f"The budget stopped this run{why}; {resume}."
+    if run.stopped in ENDS:
+        return f"{ENDS[run.stopped]}: {run.stopped_why}."
     if run.stopped == "interrupted":
         return f"This run was interrupted; {resume}."
     if run.stopped is None:
@@ -175,6 +187,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
         rows.append(("Candidates judged first in a sandbox", describe(run.protections)))
     if run.own_process:
         rows.append(("The run's own process, which times them", describe_own(run.own_process)))
+    if judges := rounds.workers(run):
+        lost = "".join(f"; lost at {how}" for how in rounds.losses(run))
+        rows.append(("Candidates' regions judged by", f"{', '.join(judges)}{lost}"))
     if (closing := run.closing_verdict) is not None:
         said = "passed" if closing.passed else f"failed: {closing.reason}"
         rows.append(("Every layer of the result judged", f"{said}; {closing.cases} cases"))

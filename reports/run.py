@@ -24,6 +24,8 @@ from harness.records import (
     Timing,
     Verdict,
 )
+from reports.rounds import Evaluated
+from reports.spending import Spending
 
 BASELINES = ("eager", "graph", "compile")
 KINDS = ("decode", "prefill")
@@ -103,7 +105,12 @@ class Run:
     own_process: tuple[Protection, ...] = ()  # what holds where accepted candidates are timed
     points: dict[str, str] = field(default_factory=dict)  # fingerprints by rounding point
     unstable: tuple[str, ...] = ()  # those of them that differ from run to run
-    stopped: str | None = None  # "done", "budget", "interrupted"; None: not stopped by itself
+    spending: list[Spending] = field(default_factory=list)  # of a language model, if one took part
+    rounds: list[list[str]] = field(default_factory=list)  # its change files, by round
+    evaluated: list[Evaluated] = field(default_factory=list)  # and what their regions came to
+    # "done", "budget", "plateau", "floor" or "interrupted"; None: not stopped by itself
+    stopped: str | None = None
+    stopped_why: str | None = None
     in_progress: str | None = None  # a change that was started and has no outcome
 
     @classmethod
@@ -303,15 +310,27 @@ def _fingerprint(run: Run, data: dict[str, Any]) -> None:
     run.points, run.unstable = dict(data["points"]), tuple(data["unstable"])
 
 
+def _spent(run: Run, data: dict[str, Any]) -> None:
+    run.spending.append(Spending.of(data))
+
+
+def _round(run: Run, data: dict[str, Any]) -> None:
+    run.rounds.append(list(data["files"]))
+
+
+def _evaluated(run: Run, data: dict[str, Any]) -> None:
+    run.evaluated.append(Evaluated.of(data))
+
+
 def _stopped(run: Run, data: dict[str, Any]) -> None:
-    run.stopped = data["reason"]
+    run.stopped, run.stopped_why = data["reason"], data.get("why")
 
 
 def _resumed(run: Run, data: dict[str, Any]) -> None:
     """What ended the earlier session is no longer how the run stands."""
     _environment(run, data)
     run.sessions += 1
-    run.stopped = run.in_progress = None
+    run.stopped = run.stopped_why = run.in_progress = None
 
 
 _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
@@ -331,6 +350,9 @@ _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
     "model_verdict": _model_verdict,
     "final": _final,
     "fingerprint": _fingerprint,
+    "agent_spent": _spent,
+    "round": _round,
+    "evaluated": _evaluated,
     "stopped": _stopped,
     "resumed": _resumed,
 }

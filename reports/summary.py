@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.records import SCHEMA, Attempt, Status, Timing
+from reports import spending
 from reports.figures import baseline_rows, launches, median_error_us
 from reports.files import write_text
 from reports.run import KINDS, Run
@@ -51,7 +52,10 @@ def summary(run: Run) -> dict[str, Any]:
         "speedup": speedup,
         "speedup_interval": intervals,
         "stopped": run.stopped,
+        "stopped_why": run.stopped_why,
     }
+    if (spent := spending.document(spending.total(run.spending))) is not None:
+        document["spent"] = spent
     return _plain(document)
 
 
@@ -64,6 +68,7 @@ def write_summary(run_dir: Path) -> Path:
 
 def _change(run: Run, attempt: Attempt) -> dict[str, Any]:
     latency, pair = attempt.latency, run.pair(attempt)
+    spent = spending.of_attempt(run, attempt)
     decode = latency.decode if latency else None
     prefill = latency.prefill if latency else None
     return {
@@ -88,6 +93,7 @@ def _change(run: Run, attempt: Attempt) -> dict[str, Any]:
             "model": attempt.model_verdict.to_json() if attempt.model_verdict else None,
         },
         "audit": attempt.audit.to_json() if attempt.audit else None,
+        **({"spent": spending.document(spent)} if spent else {}),
     }
 
 

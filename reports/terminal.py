@@ -67,6 +67,8 @@ def headline(run: Run) -> list[str]:
     if (closing := run.closing_verdict) is not None:
         said = "passed" if closing.passed else f"failed: {closing.reason}"
         lines.append(f"every layer of the result judged: {said}")
+    if (spent := facts["spent"]) is not None:
+        lines.append(f"the language model used up {spent.words}")
     lines.append(f"controls: {refused} of {len(run.controls)} refused")
     if facts["state"]:
         lines.append(facts["state"])

@@ -182,7 +182,8 @@ def test_a_model_that_cheats_and_breaks_a_rounding_point_is_told_why_and_decided
     events = list(Ledger.open(directory).events())
     judged = [e.data for e in events if e.kind == EVENT]
     assert [(j["file"], j["passed"]) for j in judged] == [("tells.py", False), ("honest.py", True)]
-    spent = [e.data for e in events if e.kind == SPENT]
+    *spent, rest = [e.data for e in events if e.kind == SPENT]
+    assert rest["file"] is None and rest["spent"]["output"] == 100
     names = [Path(s["file"]).name.partition("-")[0] for s in spent]
     assert names == ["cheats", "breaks", "spies", "honest"]
     assert [s["spent"]["input"] for s in spent] == [200, 100, 300, 200]
