@@ -1,5 +1,6 @@
 """`python -m reports html|md|pictures|pr RUN`: a run's reports and pull requests again, from its
-ledger alone; and `curve FILE...`: what `harness bench --curve` wrote, as a figure."""
+ledger alone; `curve FILE`: what `harness bench --curve` wrote, as a
+figure; `notebook NAME`: an executed notebook."""
 
 import argparse
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 from harness import cli
 from harness.certificate import ROOT
 from harness.errors import ExitCode, UserError
-from reports import ci, curves, markdown, page, pr_open, pr_page
+from reports import ci, curves, markdown, notebook, page, pr_open, pr_page
 from reports.files import write_text
 from reports.run import Run
 from reports.write import write_pictures
@@ -45,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     figure.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="default: the same name with .svg"
     )
+    execute = commands.add_parser("notebook", help="execute one of the notebooks with parameters")
+    notebook.add_arguments(execute)
     check = commands.add_parser("ci", help="the current run against a baseline; 1 on a regression")
     ci.add_arguments(check)
     return p
@@ -56,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         svg = curves.figure(curves.load(arguments.file))
         print(write_text(arguments.output or arguments.file.with_suffix(".svg"), svg))
         return ExitCode.DONE
+    if arguments.command == "notebook":
+        return notebook.run(arguments)
     if arguments.command == "ci":
         return ci.run(arguments)
     if arguments.command == "pr":

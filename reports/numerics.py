@@ -1,10 +1,13 @@
 """How far each change's outputs are from its contract's replay: ULP histograms, as one picture."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from harness.records import Attempt, UlpReport
+from harness.records import Attempt, UlpReport, Verdict
 from reports import text
 from reports.run import Run
+from reports.shown import Picture
 from reports.svg import Canvas
 
 WIDTH, SMALL = 440, 12
@@ -27,27 +30,37 @@ def histograms(run: Run) -> str | None:
 
     A bar's height is the logarithm of its elements: a thousandth of them is still to be seen.
     """
-    rows = judged(run)
-    if not rows:
+    return _drawn(
+        {f"{a.index}. {a.name}": a.region_verdict for a in judged(run) if a.region_verdict}
+    )
+
+
+def picture(verdicts: Mapping[str, Verdict]) -> Picture:
+    """The same of verdicts by name, for a notebook."""
+    compared = {name: verdict for name, verdict in verdicts.items() if verdict.outputs}
+    svg = _drawn(compared, standalone=True)
+    return Picture(svg or "<svg/>", f"ULPs of {', '.join(compared) or 'nothing'}")
+
+
+def _drawn(verdicts: Mapping[str, Verdict], *, standalone: bool = False) -> str | None:
+    if not verdicts:
         return None
     canvas = Canvas(WIDTH, "Elements by their distance from the replay, in BF16 ULPs")
     slot = WIDTH / len(BINS)
     for i, name in enumerate(BINS):
         words = "equal" if name == "0" else f"{name} ULP"
         canvas.text((i + 0.5) * slot, 12, words, size=SMALL, colour="muted", anchor="middle")
-    for at, attempt in enumerate(rows):
-        _row(canvas, attempt, HEAD + at * ROW, slot)
-    return canvas.svg(HEAD + len(rows) * ROW, standalone=False)
+    for at, (name, verdict) in enumerate(verdicts.items()):
+        _row(canvas, name, verdict, HEAD + at * ROW, slot)
+    return canvas.svg(HEAD + len(verdicts) * ROW, standalone=standalone)
 
 
-def _row(canvas: Canvas, attempt: Attempt, top: float, slot: float) -> None:
-    verdict = attempt.region_verdict
-    assert verdict is not None
+def _row(canvas: Canvas, title: str, verdict: Verdict, top: float, slot: float) -> None:
     counts = pooled(verdict.outputs)
     total = sum(counts.values()) or 1
     canvas.line([(0, top), (WIDTH, top)], "rule")
     said = "" if verdict.passed else " (refused by its numerics)"
-    canvas.text(0, top + 16, f"{attempt.index}. {attempt.name}{said}", size=SMALL, bold=True)
+    canvas.text(0, top + 16, f"{title}{said}", size=SMALL, bold=True)
     foot = top + 20 + BAR
     for i, (name, count) in enumerate(counts.items()):
         if not count:
@@ -73,3 +86,17 @@ def share(value: float) -> str:
 def counts(output: UlpReport) -> str:
     """The histogram of one output in a table's cell: 65,518 / 18 / 0 / 0 / 0 / 0."""
     return " / ".join(text.count(output.histogram.get(name, 0)) for name in BINS)
+
+
+def figures(output: UlpReport) -> dict[str, Any]:
+    """One output's row in a table of a notebook."""
+    return {
+        "output": output.output,
+        "elements": output.elements,
+        "differing_share": 1 - output.bit_equal_share,
+        "allowed_share": output.allowed_share,
+        "worst_scaled_ulp": output.worst_scaled,
+        "golden_error": output.golden_error,
+        "reference_golden_error": output.reference_golden_error,
+        **{f"{name} ULP": output.histogram.get(name, 0) for name in BINS},
+    }
