@@ -9,6 +9,8 @@ from agents.budget import BudgetSpent
 from agents.calls import caller
 from agents.claude.desk import Desk
 from agents.claude.options import Options
+from agents.closing import finish
+from agents.drafts import Drafts
 from agents.faults import Renew, card_is_lost
 from agents.given import Given
 from agents.history import MAX_DEATHS, Started
@@ -71,18 +73,24 @@ class Loop:
             reason, why = "budget", str(spent)
             self.progress.done(f"budget: {why}", "yellow")
         finally:
-            for opened in (self.agent, self.gate):
+            for opened in (self.agent, self.gate, self.session.drafts):
                 if opened is not None:
                     opened.close()
         if self.history.changes_judged:
-            self.session.finish()
+            finish(self.session)
         self.ledger.append("stopped", {"reason": reason, "why": why})
         return reason
 
     def open_gate(self) -> Gate:
         if self.gate is None:
+            root = None
+            if self.agent is not None:
+                self.session.drafts = Drafts.open(self.ledger, self.progress.done)
+                root = self.session.drafts.root
             given = self.session.reference, self.workload, self.ledger, self.progress.done
-            self.gate = Gate(*given, required=self.require_sandbox, calls=caller(self.session))
+            self.gate = Gate(
+                *given, required=self.require_sandbox, calls=caller(self.session), root=root
+            )
         return self.gate
 
     def look(self, file: str) -> tuple[Change, str] | None:

@@ -1,17 +1,28 @@
 """A round's candidates: judged and timed at region level in the sandbox, and put in order."""
 
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 from agents import search
-from agents.calls import caller
 from agents.claude.desk import Desk
+from agents.evaluate import Evaluation, ask, many
 from agents.proposers.base import Beforehand, Context, Suggestion, suggest_file
 from agents.search import Evaluated
+from agents.workspace import Refused
 from harness.records import Attempt, Status
-from harness.region_bench import RegionBench
+from harness.region_bench import Found
+from harness.sandboxed import broken
 
 Submitted = Sequence[tuple[str, str]]  # change files with their hypotheses
+
+
+class Asked(NamedTuple):
+    file: str
+    hypothesis: str
+    seed: int  # of the verdict's cases
 
 
 class Rounds:
@@ -27,7 +38,7 @@ class Rounds:
         hypotheses = dict(submitted)
         files = [file for file, _ in submitted]
         search.begin(self.ledger, files)
-        found = self.evaluate(files)
+        found = self.evaluate(submitted)
         calls = {o.region: o.node_count for o in context.opportunities}
         decided = self.decided()
         return [
@@ -39,32 +50,84 @@ class Rounds:
     def decided(self) -> dict[str, Attempt]:
         return {a.name: a for a in self.history.attempts}
 
-    def evaluate(self, files: Sequence[str]) -> list[Evaluated]:
+    def evaluate(self, submitted: Submitted) -> list[Evaluated]:
         """Each at region level, once."""
         known = search.evaluated(self.ledger)
-        for number, file in enumerate(files, start=1):
-            if file in known:
-                continue
-            self.session.budget.require()
-            what = f"candidate {number} of {len(files)}: {search.name(file)}"
-            self.session.progress.stage(f"{what}: its region in the sandbox")
-            known[file] = self.evaluate_one(file, self.session.workload.seed + len(known))
-            self.ledger.append(search.EVALUATED, known[file])
-        return [known[file] for file in files]
+        left = [one for one in submitted if one[0] not in known]
+        seeds = range(self.session.workload.seed + len(known), sys.maxsize)
+        asked = [Asked(*one, seed) for one, seed in zip(left, seeds, strict=False)]
+        judge = self.here if self.session.executor is None else self.elsewhere
+        for found in judge(asked):
+            self.ledger.append(search.EVALUATED, found)
+            known[found.file] = found
+        return [known[file] for file, _ in submitted]
 
-    def evaluate_one(self, file: str, seed: int) -> Evaluated:
-        started = time.monotonic()
-        sandbox = self.desk.gate().sandbox
-        bench = RegionBench(self.session.workload, sandbox, caller(self.session))
-        found = bench.evaluate(file, None, seed)
-        return Evaluated(
-            file=file,
-            region=found.region or "",
-            verdict=found.verdict,
-            time=found.time,
-            call=found.call,
-            seconds=round(time.monotonic() - started, 1),
-        )
+    def here(self, asked: Sequence[Asked]) -> Iterator[Evaluated]:
+        """One after the other, with the run's own model."""
+        bench = self.desk.gate().bench
+        for number, one in enumerate(asked, start=1):
+            self.session.budget.require()
+            what = f"candidate {number} of {len(asked)}: {search.name(one.file)}"
+            self.session.progress.stage(f"{what}: its region in the sandbox")
+            started = time.monotonic()
+            try:
+                with self.draft(one) as file:
+                    found = bench.evaluate(file, None, one.seed)
+            except Refused as error:
+                found = Found(region=None, backend=None, verdict=broken(str(error), one.seed))
+            yield Evaluated(
+                file=one.file,
+                region=found.region or "",
+                verdict=found.verdict,
+                time=found.time,
+                call=found.call,
+                seconds=round(time.monotonic() - started, 1),
+            )
+
+    def elsewhere(self, asked: Sequence[Asked]) -> Iterator[Evaluated]:
+        """All at once, on the run's workers."""
+        assert self.session.executor is not None
+        self.session.budget.require()
+        self.session.progress.stage(f"{len(asked)} candidates: their regions, on workers")
+        wanted: dict[str, Evaluation] = {}
+        for one in asked:
+            try:
+                with self.draft(one) as file:
+                    evaluation = ask(
+                        self.session.workload,
+                        file,
+                        case_seed=one.seed,
+                        targets=tuple(self.session.timed_targets.values()),
+                    )
+            except Refused as error:
+                yield Evaluated(
+                    file=one.file,
+                    region="",
+                    verdict=broken(str(error), one.seed),
+                    time=None,
+                    seconds=0.0,
+                )
+            else:
+                wanted[one.file] = evaluation
+        seeds = {one.file: one.seed for one in asked}
+        made = many(self.session.executor, list(wanted.values()))
+        for file, found in zip(wanted, made, strict=True):
+            yield Evaluated(
+                file=file,
+                region=found.region or "",
+                verdict=found.verdict or broken(found.failure or "no verdict", seeds[file]),
+                time=found.time,
+                call=found.call,
+                seconds=round(found.seconds, 1),
+                worker=found.worker,
+                losses=found.losses,
+            )
+
+    def draft(self, one: Asked) -> AbstractContextManager[str]:
+        drafts = self.session.drafts
+        if drafts is None:
+            return nullcontext(one.file)
+        return drafts.draft(one.file, one.hypothesis)
 
     def suggestion(
         self, e: Evaluated, hypothesis: str, context: Context, found: Sequence[Evaluated]

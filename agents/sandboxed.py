@@ -16,6 +16,7 @@ from torch import nn
 from harness import confined
 from harness.bench_jobs import Job
 from harness.cli import CACHES
+from harness.confine import ROOT
 from harness.errors import UserError
 from harness.ledger import Ledger
 from harness.observe import CandidateError
@@ -60,9 +61,13 @@ class Gate:
         *,
         required: bool = True,
         calls: Callable[[str], list[Job]] | None = None,
+        root: Path | None = None,
     ) -> None:
-        """`calls` are those of a region in the timed steps, on which it must not be remembered."""
-        self.sandbox = Sandbox(reference, workload.device, model=workload.name, required=required)
+        """`calls` are those of a region in the timed steps, on which it must not be remembered.
+        Workers run the project's files at `root`, by default those of this process."""
+        self.sandbox = Sandbox(
+            reference, workload.device, model=workload.name, required=required, root=root or ROOT
+        )
         self.bench = RegionBench(workload, self.sandbox, calls)
         with contextlib.ExitStack() as undo:
             undo.callback(self.sandbox.close)

@@ -6,14 +6,13 @@ Each stage is done once and written to the ledger; a continued run finds it ther
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 
 from agents import certificates
 from agents.budget import Budget
 from agents.controls import SLOWED_BY
+from agents.drafts import Drafts
 from agents.history import History
 from agents.measure import KINDS, Measure, Steps
 from agents.progress import Progress
@@ -22,6 +21,7 @@ from harness import baselines, judge
 from harness.ceilings import floor_us, measure_ceilings
 from harness.environment import environment
 from harness.errors import UserError
+from harness.executors.base import Executor
 from harness.floors import least_work
 from harness.ledger import Ledger
 from harness.records import Ceilings, Environment, Latency, Paired, Timing
@@ -35,10 +35,7 @@ from traces.opportunities import Opportunity, opportunities
 
 # A card can differ from run to run; these must not, or the figures would not compare.
 SAME_MACHINE = "device", "device_name", "gpu_uuid", "torch", "triton"
-# Layers of each kind that judge one change at model level where there are many. The model that the
-# run ends with is judged on all of them if so many seconds are left.
-LAYERS_PER_KIND = 2
-ALL_LAYERS_S = 150.0
+LAYERS_PER_KIND = 2  # that judge one change at model level where there are many
 CALIBRATIONS = 3
 # Of the budget, for one baseline. A toy's changes compile in seconds each, so they get the most.
 BASELINE_SHARE, TOY_BASELINE_SHARE, BASELINE_AT_MOST_S = 0.5, 0.2, 480.0
@@ -56,11 +53,15 @@ class Session:
         progress: Progress,
         *,
         other_card: bool = False,
+        executor: Executor | None = None,
     ) -> None:
-        """`other_card` lets a run go on with another GPU of the same kind."""
+        """`other_card` lets a run go on with another GPU of the same kind. Candidates are judged at
+        region level on `executor`, by default in this process."""
         self.workload, self.ledger = workload, ledger
         self.budget, self.progress = budget, progress
         self.other_card, self.resumed, self.moved = other_card, False, False
+        self.executor = executor
+        self.drafts: Drafts | None = None  # of a model's candidates, once the sandbox is open
         self.history = History(ledger)
         self.measure = Measure(workload, target, budget)
 
@@ -281,64 +282,6 @@ class Session:
         changes = tuple(stack(self.ledger))
         plan = Plan(model=self.workload.name, device=device, changes=changes)
         plan.save(self.directory / "plan.toml")
-
-    def finish(self) -> None:
-        """The closing trace, verdict and times of the model as it stands, as far as not done."""
-        done = self.history.since_last_attempt()
-        if "layers" not in done:
-            self.profile("after")
-        if self.history.kept and "model_verdict" not in done:
-            self.judge_result()
-        if "final" not in done:
-            self.progress.stage("closing measurements")
-            timings: dict[str, Any] = self.measure.timings(self.base)
-            final: dict[str, Any] = {k: t.to_json() for k, t in timings.items()}
-            if self.history.kept:
-                reference = self.measure.steps(self.reference)
-                pairs = self.measure.latency(reference, self.base, self.history.effect_us())
-                audit = self.measure.audit(reference, self.base)
-                reference.close()
-                final |= {"pairs": pairs.to_json(), "audit": audit.to_json()}
-                if audit.reason is not None:
-                    self.progress.done(f"the result's audit failed: {audit.reason}", "red")
-            final |= {"other_targets": self.time_other_targets(), "floors_us": self.floors_us()}
-            self.ledger.append("final", final)
-
-    def judge_result(self) -> None:
-        """Judge the model with everything that was kept against the reference, layer by layer."""
-        self.progress.stage("judging the model as it stands, layer by layer")
-        plenty = self.workload.toy or self.budget.left_s > ALL_LAYERS_S
-        verdict = judge.judge_model(
-            self.reference,
-            self.current,
-            self.workload,
-            self.workload.seed,
-            per_kind=None if plenty else LAYERS_PER_KIND,
-            full=True,
-        )
-        self.ledger.append("model_verdict", verdict)
-        said = "passed" if verdict.passed else f"failed: {verdict.reason}"
-        style = "green" if verdict.passed else "red"
-        self.progress.done(f"the model as it stands: {said}", style)
-
-    def time_other_targets(self) -> dict[str, Any]:
-        """The targets that no change was measured on, for the reference and for the result; a text
-        where one cannot be run."""
-        found: dict[str, Any] = {}
-        measured = {target.name for target in self.measure.targets.values()}
-        for name in TARGETS:
-            if name in measured:
-                continue
-            for who, model in (("reference", self.reference), ("result", self.current)):
-                key = f"{name}, {who}"
-                if self.budget.left_s <= 0:
-                    found[key] = "the budget was used up"
-                    continue
-                try:
-                    found[key] = self.measure.other_target(name, model).to_json()
-                except (UserError, torch.OutOfMemoryError) as error:
-                    found[key] = next(iter(str(error).splitlines()), type(error).__name__)
-        return found
 
 
 def candidate_timing(pair: Paired) -> Timing:

@@ -165,11 +165,15 @@ class Workspace:
         finally:
             self._remove(path)
 
-    def close(self) -> None:
-        """Remove all worktrees, and the branches of candidates that were not kept."""
+    def clear(self) -> None:
+        """Remove all worktrees."""
         for path in self.folder.glob("*"):
             self._remove(path)
         self.git.run("worktree", "prune", "--expire=now")
+
+    def close(self) -> None:
+        """Remove all worktrees, and the branches of candidates that were not kept."""
+        self.clear()
         listed = self.git.run(
             "for-each-ref", "--format=%(refname:short)", f"refs/heads/{CANDIDATES}"
         )

@@ -228,7 +228,9 @@ def readable(extra: Iterable[str] = ()) -> list[str]:
     listed = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     paths = [*SYSTEM, sys.prefix, sys.base_prefix, *extra, *listed]
     paths += [str(ROOT / name) for name in PACKAGES]
-    paths += [path for path in sys.path if path and Path(path).resolve() != ROOT]
+    paths += [
+        path for path in sys.path if path and not (Path(path) / "harness/confine.py").exists()
+    ]
     return sorted({str(Path(path).resolve()) for path in paths if path and Path(path).exists()})
 
 

@@ -53,15 +53,16 @@ def scrubbed(folder: str) -> dict[str, str]:
 
 
 class Server:
-    """The process that forks workers. `preload` names model files that it may import."""
+    """The process that forks workers. `preload` names model files that it may import; it runs the
+    project's files at `root`."""
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    def __init__(self, preload: Sequence[str] = (), root: Path = ROOT) -> None:
         ours, theirs = socket.socketpair()
         environment = {n: v for n, v in scrubbed(tempfile.gettempdir()).items() if n not in FOLDERS}
         command = [sys.executable, "-m", "harness.supervisor", str(theirs.fileno())]
         self.process = subprocess.Popen(
             [*command, *(str(Path(p).resolve()) if p.endswith(".py") else p for p in preload)],
-            cwd=ROOT,
+            cwd=root,
             env=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from harness.confine import Limits
+from harness.confine import ROOT, Limits
 from harness.errors import UserError
 from harness.handover import Block, Layout, card_ticket, pack, storages_of
 from harness.observe import CandidateError, checksum
@@ -35,12 +35,14 @@ class Sandbox:
         model: str | None = None,
         limits: Limits | None = None,
         required: bool = False,
+        root: Path = ROOT,
     ) -> None:
-        """`model` names the model's file. With `required`, a missing protection is a UserError."""
+        """`model` names the model's file. With `required`, a missing protection is a UserError.
+        Workers run the project's files at `root`, which must be those of this process."""
         self.reference, self.device, self.required = reference, device, required
         self.limits = limits or Limits()
         self.model_file = str(Path(model).resolve()) if model and model.endswith(".py") else None
-        self.server = Server([model] if model else [])
+        self.server = Server([model] if model else [], root)
         tensors = [*reference.parameters(), *reference.buffers()]
         self.storages = storages_of(tensors)
         self.known = {key: index for index, key in enumerate(self.storages)}

@@ -1,0 +1,73 @@
+"""How a run ends: the closing trace, verdict and times of the model as it stands."""
+
+from typing import Any
+
+import torch
+
+from agents.session import LAYERS_PER_KIND, Session
+from harness import judge
+from harness.errors import UserError
+from harness.workload import TARGETS
+
+ALL_LAYERS_S = 150.0  # so much of the budget left, and every layer of the result is judged
+
+
+def finish(session: Session) -> None:
+    """The closing trace, verdict and times of the model as it stands, as far as not done."""
+    done = session.history.since_last_attempt()
+    if "layers" not in done:
+        session.profile("after")
+    if session.history.kept and "model_verdict" not in done:
+        judge_result(session)
+    if "final" not in done:
+        session.progress.stage("closing measurements")
+        timings: dict[str, Any] = session.measure.timings(session.base)
+        final: dict[str, Any] = {k: t.to_json() for k, t in timings.items()}
+        if session.history.kept:
+            reference = session.measure.steps(session.reference)
+            pairs = session.measure.latency(reference, session.base, session.history.effect_us())
+            audit = session.measure.audit(reference, session.base)
+            reference.close()
+            final |= {"pairs": pairs.to_json(), "audit": audit.to_json()}
+            if audit.reason is not None:
+                session.progress.done(f"the result's audit failed: {audit.reason}", "red")
+        final |= {"other_targets": time_other_targets(session), "floors_us": session.floors_us()}
+        session.ledger.append("final", final)
+
+
+def judge_result(session: Session) -> None:
+    """Judge the model with everything that was kept against the reference, layer by layer."""
+    session.progress.stage("judging the model as it stands, layer by layer")
+    plenty = session.workload.toy or session.budget.left_s > ALL_LAYERS_S
+    verdict = judge.judge_model(
+        session.reference,
+        session.current,
+        session.workload,
+        session.workload.seed,
+        per_kind=None if plenty else LAYERS_PER_KIND,
+        full=True,
+    )
+    session.ledger.append("model_verdict", verdict)
+    said = "passed" if verdict.passed else f"failed: {verdict.reason}"
+    style = "green" if verdict.passed else "red"
+    session.progress.done(f"the model as it stands: {said}", style)
+
+
+def time_other_targets(session: Session) -> dict[str, Any]:
+    """The targets that no change was measured on, for the reference and for the result; a text
+    where one cannot be run."""
+    found: dict[str, Any] = {}
+    measured = {target.name for target in session.measure.targets.values()}
+    for name in TARGETS:
+        if name in measured:
+            continue
+        for who, model in (("reference", session.reference), ("result", session.current)):
+            key = f"{name}, {who}"
+            if session.budget.left_s <= 0:
+                found[key] = "the budget was used up"
+                continue
+            try:
+                found[key] = session.measure.other_target(name, model).to_json()
+            except (UserError, torch.OutOfMemoryError) as error:
+                found[key] = next(iter(str(error).splitlines()), type(error).__name__)
+    return found

@@ -1,0 +1,95 @@
+"""A model's candidates as commits: each is written in a worktree and on a branch of its own, and
+judged as it was committed there, by the oracle and the judge of the base commit.
+
+Worktrees belong to the run's repository (`agents.workspace`); the user's checkout is never touched.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from agents.workspace import Workspace
+from harness.certificate import ROOT, place_of
+from harness.confine import PACKAGES
+from harness.errors import UserError
+from harness.git import blob_id
+from harness.ledger import Ledger
+
+EVENT = "workspace"  # the ledger's
+CHECKOUTS = "checkouts"  # in a run's folder, beside the candidates' worktrees
+SHOWN = 3
+
+
+@dataclass
+class Drafts:
+    """Of one run. `root` is a checkout of the base commit that workers run from, or None where the
+    files of oracle and judge are not as in that commit, or there is no commit."""
+
+    work: Workspace | None
+    root: Path | None
+    opened: contextlib.ExitStack
+
+    @classmethod
+    def open(cls, ledger: Ledger, say: Callable[[str], None], root: Path = ROOT) -> "Drafts":
+        """On the commit of the checkout at `root`, in the run's folder; says and records what
+        candidates are judged by."""
+        stack = contextlib.ExitStack()
+        try:
+            work = Workspace.open(root, ledger.directory)
+            others = differing(work, root)
+        except UserError as error:
+            say(f"candidates have no worktrees: {error}")
+            ledger.append(EVENT, {"commit": None, "others": [], "absent": str(error)})
+            return cls(None, None, stack)
+        ledger.append(EVENT, {"commit": work.base, "others": others, "absent": None})
+        if others:
+            names = ", ".join(others[:SHOWN]) + (" and others" if len(others) > SHOWN else "")
+            say(
+                f"candidates are judged by the files as they are, not by those of commit "
+                f"{work.base[:12]}, from which {names} differ"
+            )
+            return cls(work, None, stack)
+        own = Workspace(work.git, work.base, ledger.directory.resolve() / CHECKOUTS)
+        own.clear()
+        tree = stack.enter_context(own.checkout(work.base, "base"))
+        say(f"candidates are judged by a checkout of commit {work.base[:12]}")
+        return cls(work, tree.root, stack)
+
+    @contextlib.contextmanager
+    def draft(self, file: str, hypothesis: str) -> Iterator[str]:
+        """Where a submitted file stands in a fresh checkout of its candidate's commit, for a while;
+        the file itself where there are no worktrees. Refused for a change elsewhere."""
+        if self.work is None:
+            yield file
+            return
+        path, text = place_of(file), Path(file).read_bytes()
+        with self.work.candidate(Path(file).stem) as candidate:
+            place = candidate.path / path
+            place.parent.mkdir(exist_ok=True)
+            place.write_bytes(text)
+            made = candidate.commit(f"candidate: {Path(file).stem}\n\n{hypothesis}")
+            with self.work.judged(made) as tree:
+                yield str(tree / path)
+
+    def close(self) -> None:
+        self.opened.close()
+
+
+def differing(work: Workspace, root: Path) -> list[str]:
+    """Files of oracle, judge and catalogue that are not as in the base commit."""
+    blobs = {
+        path: blob
+        for path, blob in work.git.blobs(work.base).items()
+        if path.partition("/")[0] in PACKAGES and path.endswith(".py")
+    }
+    here = {
+        file.relative_to(root).as_posix(): file
+        for package in PACKAGES
+        for file in (root / package).rglob("*.py")
+    }
+    return sorted(
+        path
+        for path in {*blobs, *here}
+        if path not in here or blobs.get(path) != blob_id(here[path].read_bytes())
+    )
