@@ -14,9 +14,11 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +31,7 @@ from mcp.server.stdio import stdio_server
 from agents.claude.tools import TOOLS, complaint
 from agents.claude.trajectory import Call
 from agents.mcp_link import FD, line, lines
-from harness.errors import ExitCode
+from harness.ledger import Ledger
 
 BEAT_S = 5.0  # between two notes of progress; clients count minutes of silence as a failure
 TICK_S = 0.2
@@ -88,12 +90,11 @@ class RunServer:
             on_call_tool=self.call_tool,
         )
         async with anyio.create_task_group() as group:
-            group.start_soon(self.hear, reader)
-            group.start_soon(self.relay)
-            group.start_soon(self.obey)
+            for work in (partial(self.hear, reader), self.relay, self.obey):
+                group.start_soon(self.whole, work)
             async with stdio_server() as streams:
                 options = server.create_initialization_options()
-                group.start_soon(self.watch)
+                group.start_soon(self.whole, self.watch)
                 await server.run(*streams, options)
             await self.leave()
             assert self.process is not None
@@ -115,6 +116,15 @@ class RunServer:
         theirs.close()
         reader, self.writer = await asyncio.open_connection(sock=ours, limit=MOST)
         return reader
+
+    async def whole(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do a part of this server's work. What breaks it ends the process: the others would wait
+        for stdin for ever."""
+        try:
+            await work()
+        except Exception:  # noqa: BLE001 - with its traceback
+            traceback.print_exc()
+            self.end(1)
 
     # The client
 
@@ -205,18 +215,19 @@ class RunServer:
         await anyio.sleep(2 * TICK_S)  # its last words
         if not self.opened:
             self.end(code)
-        self.over = self.words(code)
+        reason = None if self.directory is None else stopped(Path(self.directory))
+        self.over = self.words(code, reason)
         for waiting in self.queue.values():
-            waiting.answer(self.over, waiting.call.name != "give_up" or code not in ENDED)
+            waiting.answer(self.over, waiting.call.name != "give_up" or reason is None)
 
-    def words(self, code: int) -> str:
+    def words(self, code: int, reason: str | None) -> str:
         """How the run ended, and what it left."""
-        if self.directory is None or code not in ENDED:
+        if self.directory is None or reason is None:
             return f"the run ended with exit code {code}: {self.latest}"
         folder = Path(self.directory)
         found = [folder / "report.md", *sorted(folder.glob("prs/*/PR.md"))]
         left = "\n".join(str(path) for path in found if path.is_file())
-        return f"the run is over; start python -m agents.mcp again for more. It left\n{left}"
+        return f"the run is over ({reason}); --resume {folder} continues it. It left\n{left}"
 
     # The end
 
@@ -246,7 +257,12 @@ class RunServer:
         os._exit(code if code >= 0 else 128 - code)
 
 
-ENDED = ExitCode.DONE, ExitCode.FOUND, ExitCode.OUT_OF_BUDGET
+def stopped(directory: Path) -> str | None:
+    """Why the run in `directory` came to its end; None if it broke off."""
+    if not (directory / Ledger.NAME).exists():
+        return None
+    events = list(Ledger(directory).events())
+    return events[-1].data["reason"] if events and events[-1].kind == "stopped" else None
 
 
 def result(*texts: str, error: bool = False) -> types.CallToolResult:

@@ -70,7 +70,7 @@ def resources(file: str) -> str:
     if code:
         last = (err.strip().splitlines() or ["it said nothing"])[-1]
         return f"its kernels could not be compiled (exit code {code}): {last}"
-    rows = [json.loads(text) for text in out.splitlines()]
+    rows = [json.loads(text) for text in out.splitlines() if text.startswith('{"kernel": ')]
     if not rows:
         return (
             "it has no offline_cases(), so nothing is known of its kernels without a card; "
