@@ -9,7 +9,7 @@ from pathlib import Path
 from harness import cli
 from harness.certificate import ROOT
 from harness.errors import ExitCode, UserError
-from reports import ci, curves, markdown, notebook, page, pr_open, pr_page
+from reports import ci, curves, markdown, notebook, page, pr_notebook, pr_open, pr_page
 from reports.files import write_text
 from reports.run import Run
 from reports.write import write_pictures
@@ -40,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
     pr.add_argument("--change", type=int, metavar="N", help="the change of that number alone")
     pr.add_argument("--open", action="store_true", help="push branches and open them with gh")
     pr.add_argument("--remote", default="origin", help="where branches go; default origin")
+    pr.add_argument(
+        "--notebooks", action="store_true", help="execute compare.ipynb into each (some seconds)"
+    )
     pr.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: the run's")
     figure = commands.add_parser("curve", help="draw what harness bench --curve wrote")
     figure.add_argument("file", type=Path, metavar="FILE", help="a curve-*.json")
@@ -80,6 +83,8 @@ def main(argv: list[str] | None = None) -> int:
 def pull_requests(a: argparse.Namespace) -> int:
     """Write the bundles, then open them, or say how."""
     written = pr_page.write(a.run, a.output, compiling=True, chosen=a.change)
+    if a.notebooks:
+        pr_notebook.write(folder for b, folder in written if a.change in (None, b.index))
     made = pr_open.requests(written, a.run.resolve().name)
     requests = pr_open.chosen(made, written, a.change)
     for bundle, folder in written[len(made) :]:

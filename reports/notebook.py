@@ -66,11 +66,12 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 
 
-def execute(name: str, given: Mapping[str, str], out: Path) -> Path:
-    """Execute the notebook `name` where the caller is, and write it with its outputs to `out`.
+def execute(name: str, given: Mapping[str, str], out: Path, *, where: Path | None = None) -> Path:
+    """Execute the notebook `name` and write it with its outputs to `out`.
 
-    `given` holds parameters as text. UserError for an unknown name or parameter, for a library that
-    is not installed, and for what a cell raises as such; nothing is written then.
+    It runs in the folder `where`, by default the caller's. `given` holds parameters as text.
+    UserError for an unknown name or parameter, for a library that is not installed, and for what a
+    cell raises as such; nothing is written then.
     """
     if name not in names():
         raise UserError(f"unknown notebook {name!r}; choose one of {', '.join(names())}")
@@ -88,13 +89,15 @@ def execute(name: str, given: Mapping[str, str], out: Path) -> Path:
                 None,
                 parameters=values,
                 progress_bar=False,
+                cwd=None if where is None else str(where),
                 extra_arguments=QUIET,
             )
         except papermill.PapermillExecutionError as error:
             if error.ename != UserError.__name__:
                 raise
             raise UserError(f"notebook {name}: {error.evalue}") from error
-    done.metadata.pop("papermill", None)  # times and paths of this machine
+    for part in (done, *done.cells):
+        part.metadata.pop("papermill", None)  # times and paths of this machine
     return write_text(out, nbformat.writes(done) + "\n")
 
 

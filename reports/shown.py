@@ -140,6 +140,24 @@ def gains(by_run: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> Pic
     return _picture(figure, "gains", f"gains in {', '.join(by_run)}")
 
 
+def relative(rows: Sequence[Mapping[str, Any]]) -> Picture:
+    """Of each step the gain and its interval, as shares of the step without the change; the grey
+    band is what could not be told from none."""
+    figure, axes = _figure("gain, % of the step", "", height=1.0 + 0.5 * len(rows))
+    for at, row in enumerate(rows):
+        middle, low, high, effect = (
+            100 * row[name] / row["without_us"]
+            for name in ("gain_us", "gain_low_us", "gain_high_us", "mde_us")
+        )
+        axes.barh(at, 2 * effect, left=-effect, height=0.7, color=RULE)
+        axes.hlines(at, low, high, color=KEPT, linewidth=3, alpha=0.5)
+        axes.plot(middle, at, "o", color=KEPT, markersize=6)
+    axes.axvline(0, color=MUTED, linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [row["step"] for row in rows])
+    axes.invert_yaxis()
+    return _picture(figure, "relative", f"gain of {', '.join(row['step'] for row in rows)}")
+
+
 def gaps(gaps_us: Sequence[float]) -> Picture:
     """The idle time before each kernel, in launch order."""
     figure, axes = _figure("kernel, in launch order", "idle before it, µs")

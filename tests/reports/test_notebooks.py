@@ -18,6 +18,18 @@ NAMES = "compare_kernels", "compare_runs", "explore_trace", "onboard_model"
 README = (ROOT / "README.md").read_text()
 TOY = ROOT / "tests" / "agents" / "toy_model.py"
 
+NORM = """import torch
+from optimized.change import Change, Contract, Implementation
+
+def build(node, knobs):
+    return lambda x: node(x) + torch.tensor(0.01, dtype=x.dtype)
+
+CHANGE = Change(
+    name="shifted", region="scaled_norm", summary="wrong", contract=Contract(numerics="reduction"),
+    implementations=(Implementation(backend="torch", devices=("cpu",), build=build),),
+)
+"""
+
 
 def outputs(path: Path, kind: str) -> list[str]:
     """All outputs of a MIME type, or those of "stream"."""
@@ -135,14 +147,17 @@ def swiglu(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_change_is_compared_with_the_reference(swiglu: Path, tmp_path: Path) -> None:
+def test_a_change_is_compared_with_the_reference(
+    swiglu: Path, cpu_run: Path, tmp_path: Path
+) -> None:
     out = executed(
         "compare_kernels", tmp_path / "out.ipynb",
-        first=str(swiglu), preset="mini", device="cpu", seconds="0.2",
+        first=str(swiglu), preset="mini", device="cpu", seconds="0.2", ceilings_of=str(cpu_run),
     )  # fmt: skip
     printed = "".join(outputs(out, "stream"))
     assert "region swiglu: model.layers.*.mlp.activate, 1x1x512, 1x1x512" in printed
     assert "my-swiglu (torch): passed" in printed and "No GPU was used" in printed
+    assert "ceilings of Intel Xeon 8481C: 4,330 GB/s" in printed
     (source,) = [html for html in outputs(out, "text/html") if "<pre>" in html]
     assert "class SwiGLU(nn.Module)" in source and "inplace=True" in source
     verdict, points, times = tables(out)
@@ -159,9 +174,11 @@ def test_a_change_is_compared_with_the_reference(swiglu: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_model_file_is_onboarded(tmp_path: Path) -> None:
+    norm = tmp_path / "norm.py"
+    norm.write_text(NORM)
     out = executed(
         "onboard_model", tmp_path / "out.ipynb",
-        model=str(TOY), device="cpu", baselines="eager,graph",
+        model=str(TOY), device="cpu", baselines="eager,graph", change=str(norm),
     )  # fmt: skip
     printed = "".join(outputs(out, "stream"))
     assert "41,152 parameters, 80.4 KiB" in printed and "12 rounding points" in printed
@@ -172,8 +189,9 @@ def test_a_model_file_is_onboarded(tmp_path: Path) -> None:
         "block": "2", "mixer": "2", "scaled_norm": "3", "embedding": "1",
     }  # fmt: skip
     assert [b["absent"] for b in baselines] == ["", "a CPU has no CUDA graphs"]
-    assert verdict[0]["change"].startswith("inductor:")
-    assert "passed" in printed.splitlines()[-3]
+    assert verdict[0]["change"] == "shifted (torch)"
+    assert "shifted (torch) on scaled_norm: REJECTED: " in printed
+    assert "shifted (torch): only what passed is timed" in printed
 
 
 @pytest.mark.parametrize(
