@@ -6,7 +6,7 @@ records come back in the order asked; each says which worker did it and which we
 
 from pathlib import Path
 
-from harness.evaluation import Evaluated, Evaluation, evaluate, evaluator, many
+from harness.evaluation import Evaluated, Evaluation, evaluate, evaluator, many, sha256_of
 from harness.executors.base import Executor
 from harness.workload import Workload
 
@@ -36,6 +36,7 @@ def ask(
         backend=backend,
         case_seed=case_seed,
         targets=targets,
+        model_sha256=sha256_of(workload.name),
         timed=timed,
         required=required,
     )

@@ -19,7 +19,7 @@ def environment(device: torch.device) -> Environment:
     is_gpu = device.type == "cuda"
     return Environment(
         device=device.type,
-        device_name=torch.cuda.get_device_name(device) if is_gpu else cpu_name(),
+        device_name=device_name(device),
         cpu_threads=torch.get_num_threads(),
         python=platform.python_version(),
         torch=torch.__version__,
@@ -28,6 +28,10 @@ def environment(device: torch.device) -> Environment:
         git_commit=git_commit(ROOT),
         **(gpu_state(device) if is_gpu else dict.fromkeys(GPU_FIELDS)),
     )
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 GPU_FIELDS = (
@@ -100,7 +104,8 @@ def git_commit(root: Path) -> str | None:
 
 
 def _git(root: Path, *words: str) -> str:
-    command = ["git", "-C", str(root), *words]
+    # Without the lock, asking for the status does not write to the user's index.
+    command = ["git", "--no-optional-locks", "-C", str(root), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

@@ -6,21 +6,24 @@ candidate of one evaluation are one job, so all that is compared runs on one wor
 
 import contextlib
 import functools
+import platform
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
 from harness.bench_jobs import Job as Calls
 from harness.bench_jobs import calls_of
+from harness.environment import device_name
 from harness.errors import SelfTestError, UserError
 from harness.executors.base import Done, Executor, Job, Place
 from harness.records import Paired, Record, Verdict
 from harness.region_bench import Found, RegionBench
 from harness.sandbox import Sandbox
-from harness.workload import StepInputs, Workload
+from harness.workload import StepInputs, Workload, pick_device
 
 TARGETS = "decode-bs1", "prefill-8x2048"
 
@@ -41,6 +44,7 @@ class Evaluation(Record):
     targets: tuple[str, ...] = TARGETS  # the first of these steps that calls the region is timed
     timed: bool = True  # if it passed
     required: bool = False  # UserError where a protection of the sandbox is missing
+    model_sha256: str | None = None  # of a model file, which must be the same for every worker
 
     @property
     def key(self) -> str:
@@ -72,8 +76,15 @@ class Evaluated(Record):
 
 
 @contextlib.contextmanager
-def evaluator() -> Iterator["Evaluator"]:
-    """What a worker starts."""
+def evaluator(device: str, name: str) -> Iterator["Evaluator"]:
+    """What a worker starts on a `device` ("cpu" or "cuda"); UserError if that is another one than
+    what is called `name`: times of both would not compare."""
+    here = device_name(pick_device(device))
+    if here != name:
+        raise UserError(
+            f"the worker on {platform.node()} has a {here}, this run a {name}; their times would "
+            "not compare: use workers with the same device"
+        )
     with contextlib.closing(Evaluator()) as worker:
         yield worker
 
@@ -104,6 +115,11 @@ class Evaluator:
 def make_bench(asked: Evaluation) -> RegionBench:
     """The model built and its sandbox opened; UserError for what the user got wrong."""
     workload = Workload.load(asked.model, asked.preset, asked.device, asked.seed)
+    if asked.model_sha256 != sha256_of(asked.model):
+        raise UserError(
+            f"{asked.model} on {platform.node()} is another model file than this run's; copy the "
+            "run's to where its workers are"
+        )
     sandbox = Sandbox(workload.model, workload.device, model=workload.name, required=asked.required)
     with contextlib.ExitStack() as undo:
         undo.callback(sandbox.close)
@@ -119,6 +135,11 @@ def make_bench(asked: Evaluation) -> RegionBench:
         return calls_of(workload.model, region, map(inputs, asked.targets))
 
     return RegionBench(workload, sandbox, calls)
+
+
+def sha256_of(model: str) -> str | None:
+    """Of a model's file; None for a model known by its name."""
+    return sha256(Path(model).read_bytes()).hexdigest() if model.endswith(".py") else None
 
 
 def evaluate(asked: Evaluation, worker: Benches) -> tuple[Found, float]:

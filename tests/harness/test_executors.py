@@ -16,6 +16,7 @@ from harness.executors import local
 from harness.executors.base import Done, Job
 from harness.executors.here import Here
 from harness.executors.local import CPU, Local
+from harness.executors.ray import address_of
 
 LONG_S = 60.0
 
@@ -168,3 +169,15 @@ def test_each_worker_sees_its_own_card_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert local.devices("cpu", 2) == ["cpu", "cpu"]
     with pytest.raises(UserError, match="4 workers need 4 cards, 3 are visible"):
         local.devices("cuda", 4)
+
+
+def test_a_ray_cluster_that_there_is_not_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UserError, match="give --ray-address HOST:PORT, or set RAY_ADDRESS"):
+        address_of(None)
+    with pytest.raises(UserError, match="'somewhere' is no address of a Ray cluster"):
+        address_of("somewhere")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(UserError, match="nobody listens at 127.0.0.1:1 "):
+        address_of(None)
+    assert address_of("auto") == "auto"

@@ -1,0 +1,77 @@
+"""Executors on a real Ray cluster: a killed actor's job runs elsewhere, and refusals are clear."""
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from harness.errors import UserError
+from harness.executors import source
+from harness.executors.ray import Ray
+from tests.harness.ray_cluster import cluster
+from tests.harness.test_executors import by_doing, divide, job, marked, refuse, square, start, who
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with cluster(2) as found:
+        yield found
+
+
+def test_a_killed_actors_job_runs_elsewhere_and_nothing_else_is_lost(
+    address: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with closing(Ray(start, address, "cpu")) as executor:
+        jobs = [job(functools.partial(square, n), f"squares {n}") for n in range(8)]
+        jobs += [job(divide, "divides"), job(refuse, "refuses")]
+        running = executor.run([job(functools.partial(marked, tmp_path), "waits"), *jobs])
+        done = [next(running) for _ in range(4)]
+        while not any(tmp_path.iterdir()):
+            time.sleep(0.01)
+        (victim,) = (int(mark.name) for mark in tmp_path.iterdir())
+        os.kill(victim, signal.SIGKILL)
+        done += running
+        places = executor.workers
+    found = by_doing(done)
+    assert len(done) == 11
+    assert [found[f"squares {n}"].value() for n in range(8)] == [n**2 for n in range(8)]
+    waits = found.pop("waits")
+    assert waits.value() != victim
+    (loss,) = waits.losses
+    lost, _, how = loss.partition(" ended ")
+    assert how == "(Ray: ActorDiedError, SYSTEM_ERROR) while it waits"
+    assert waits.worker is not None and waits.worker.name != lost
+    assert len(places) == 2 and lost not in [place.name for place in places]
+    assert all(d.losses == () for d in found.values())
+    with pytest.raises(UserError, match="^no such thing$"):
+        found["refuses"].value()
+    with pytest.raises(RuntimeError, match="division by zero"):
+        found["divides"].value()
+    assert capfd.readouterr().out == ""  # a run's JSON goes there
+
+
+def test_the_cluster_is_used_as_far_as_it_is_free(address: str) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    with closing(Ray(start, address, "cpu", count=1)) as executor:
+        assert len(executor.workers) == 1
+        pids = [done.value() for done in executor.run([job(who), job(who)])]
+        assert len(set(pids)) == 1 and os.getpid() not in pids
+        assert signal.getsignal(signal.SIGTERM) == handler
+    with pytest.raises(UserError, match="has no free GPU; ray status shows"):
+        Ray(start, address, "cuda")
+
+
+def test_other_sources_are_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "PACKAGES", ("reference",))  # here, not in the actors
+    with (
+        closing(Ray(start, address, "cpu")) as executor,
+        pytest.raises(UserError, match="their sources differ; check out the same commit"),
+    ):
+        list(executor.run([job(who)]))
