@@ -25,15 +25,15 @@ ROOT = Path(__file__).parents[2]
 SECRET = "a-secret-of-the-environment"
 
 
-def begun(directory: Path, proposer: str) -> Path:
-    ledger = killers.begun(directory)
+def begun(directory: Path, proposer: str, model: str = killers.TOY) -> Path:
+    ledger = killers.begun(directory, model)
     text = ledger.path.read_text()
     ledger.path.write_text(text.replace('"proposer": "killers"', f'"proposer": "{proposer}"', 1))
     return directory
 
 
-def environment(api: FakeApi | None) -> dict[str, str]:
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MY_SECRET": SECRET}
+def environment(api: FakeApi | None, root: Path = ROOT) -> dict[str, str]:
+    own = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MY_SECRET": SECRET}
     if api is not None:
         own |= {"ANTHROPIC_API_KEY": KEY, "ANTHROPIC_BASE_URL": api.url}
     kept = {n: v for n, v in os.environ.items() if not n.startswith("ANTHROPIC_")}
@@ -41,14 +41,15 @@ def environment(api: FakeApi | None) -> dict[str, str]:
 
 
 def goes_on(
-    directory: Path, api: FakeApi | None, *more: str, killed: str = ""
+    directory: Path, api: FakeApi | None, *more: str, killed: str = "", root: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """The run in `directory`, in a process of its own, until it ends. With `killed` nobody watches
-    it, and it is killed once it has written such an event of its trajectory (`result:verify`: the
-    result of that tool)."""
-    line = [sys.executable, __file__, "--resume", str(directory), "--budget-minutes", "10", *more]
-    own = {**environment(api), "KILLED": killed}
-    return subprocess.run(line, env=own, capture_output=True, text=True)
+    """The run in `directory`, in a process of its own, until it ends; `root` has the files that it
+    runs. With `killed` nobody watches it, and it is killed once it has written such an event of its
+    trajectory (`result:verify`: the result of that tool) or of its ledger (`ledger:attempt`)."""
+    program = root / Path(__file__).relative_to(ROOT)
+    line = [sys.executable, str(program), "--resume", str(directory), "--budget-minutes", "10"]
+    own = {**environment(api, root), "KILLED": killed}
+    return subprocess.run([*line, *more], env=own, cwd=root, capture_output=True, text=True)
 
 
 def attempts(directory: Path) -> list[Attempt]:
@@ -67,6 +68,16 @@ def results(directory: Path) -> list[str]:
 
 def die_after(what: str) -> None:
     kind, _, name = what.partition(":")
+    if kind == "ledger":
+        write = Ledger.append
+
+        def writing(self: Ledger, kind: str, record: Any) -> None:
+            write(self, kind, record)
+            if kind == name:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Ledger.append = writing
+        return
     append = Trajectory.append
 
     def appending(self: Trajectory, *args: Any, **data: Any) -> Any:
