@@ -27,7 +27,7 @@ def main(directory: Path) -> None:
                 time.sleep(1.5)
             case "bench" if lives == 1:  # killed in the middle of its answer
                 os.write(int(os.environ[FD]), b'{"result": "half of a')
-                lives, link = 2, Link.inherited()
+                lives, link = lives + 1, Link.inherited()
                 link.greet(directory=str(directory / "run"))
                 continue
             case "attempts":
@@ -40,6 +40,13 @@ def main(directory: Path) -> None:
         given = json.dumps(call["input"], sort_keys=True)
         error = call["name"] == "region"
         link.tell(result=call["id"], text=f"{call['name']} {given}, life {lives}", error=error)
+        with (directory / "answered").open("a") as file:
+            file.write(f"{call['id']}\n")
+        if call["name"] == "search":  # killed while it waits for a call
+            link.tell(ask=True)
+            lives, link = lives + 1, Link.inherited()
+            link.greet(directory=str(directory / "run"))
+            time.sleep(0.5)
     (directory / "left").write_text("the client has left")
 
 

@@ -57,6 +57,11 @@ def test_a_client_sees_the_tools_and_what_they_say(tmp_path: Path) -> None:
         found = await agent.call("bench", file="a.py")
         assert found == (False, ['bench {"file": "a.py"}, life 2'])
 
+        # And here between two calls: the one that came while nobody asked is done once.
+        await agent.call("search", text="x")
+        await anyio.sleep(0.2)
+        assert await agent.call("layer_map") == (False, ["layer_map {}, life 3"])
+
         error, (said,) = await agent.call("give_up", reason="enough")
         assert not error and said.startswith("the run is over (done); --resume ")
         assert said.splitlines()[1:] == [str(tmp_path / "run/report.md")]
@@ -65,6 +70,8 @@ def test_a_client_sees_the_tools_and_what_they_say(tmp_path: Path) -> None:
     log = tmp_path / "log"
     connected(work, SERVE, PLAYED, *TARGET, log=log, PLAYED=str(tmp_path))
     assert log.read_text() == "said on stdout\n"
+    answered = (tmp_path / "answered").read_text().split()
+    assert len(answered) == len(set(answered)) == 6
 
 
 def test_a_run_that_breaks_is_told_and_one_whose_client_leaves_hears_it(tmp_path: Path) -> None:
