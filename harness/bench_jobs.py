@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.cases import copied, storages
 from harness.floors import LOOKUPS
+from harness.modes import DispatchMode
 from harness.operators import is_view
 from harness.operators import name as called
 from harness.trees import leaves, map_tensors
@@ -130,7 +130,7 @@ def last_cache_bytes(device: torch.device) -> int:
     return CPU_CACHE
 
 
-class Moved(TorchDispatchMode):
+class Moved(DispatchMode):
     """Counts what operators touch of the tensors that a call is given: of each the most that one
     operator reads or writes, so that a second look costs nothing."""
 

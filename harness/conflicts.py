@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import operators
+from harness.modes import DispatchMode
 from harness.substitutes import keywords
 
 
-class Conflicts(TorchDispatchMode):
+class Conflicts(DispatchMode):
     """While it is on, PyTorch's indexed writes to `tensors` are watched.
 
     `rows` has, for each tensor that one write stored to twice, a mask of its rows: bool, of the

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from harness import added, carried, fusing, operators, substitutes, writes
 from harness.carried import ATTENTION, Carried
+from harness.modes import DispatchMode
 from harness.operators import LOW, is_real
 from harness.replay import Choice
 from harness.state import State
@@ -19,14 +19,14 @@ from harness.state import State
 DTYPES = operators.Dtypes()
 
 
-class Engine(State, TorchDispatchMode):
+class Engine(State, DispatchMode):
     """One replay in progress; see `harness.replay.replay`."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
         carried.enter(self)
         try:
-            with plain_bias(), self:
+            with self:
                 yield
         finally:
             carried.leave()
@@ -239,25 +239,6 @@ class Engine(State, TorchDispatchMode):
                     lambda p: added.probabilities(self.plan.add, p, self.noise),
                 )  # fmt: skip
             return self.finish("scaled_dot_product_attention", result, query.dtype, found)
-
-
-@contextmanager
-def plain_bias() -> Iterator[None]:
-    """Let PyTorch's causal attention bias be made under a dispatch mode.
-
-    It is a tensor subclass whose constructor refuses a tensor that Python has seen, as a mode makes
-    it happen (torch 2.11 to 2.13).
-    """
-
-    def new(cls: type, *args: Any, **kwargs: Any) -> Tensor:
-        with _disable_current_modes():
-            return torch.Tensor.__new__(cls, *args, **kwargs)
-
-    CausalBias.__new__ = staticmethod(new)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del CausalBias.__new__
 
 
 def _wide_product(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

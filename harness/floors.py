@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.bench import require_possible
 from harness.ceilings import measure_ceilings
+from harness.modes import DispatchMode
 from harness.operators import name as called
 from harness.records import Ceilings
 from harness.workload import StepInputs, Target, Workload
@@ -21,7 +21,7 @@ PRODUCTS = frozenset(("mm", "addmm", "mv", "addmv", "_grouped_mm"))
 LOOKUPS = frozenset(("embedding", "index", "index_select"))
 
 
-class Least(TorchDispatchMode):
+class Least(DispatchMode):
     """Counts while `model` runs under it: `flops`, and `nbytes` of its weights."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import operators, substitutes
 from harness.carried import flat
-from harness.engine import plain_bias
+from harness.modes import DispatchMode
 from harness.naming import Site, module_names, site
 from harness.operators import LOW
 from harness.trees import leaves, map_tensors
@@ -56,7 +55,7 @@ def storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class _Watching(TorchDispatchMode):
+class _Watching(DispatchMode):
     """Knows which operator is running."""
 
     def __init__(self, root: nn.Module) -> None:
@@ -124,7 +123,7 @@ class Tracer(_Watching):
 def trace(node: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
     """The operators of one call, which may write to its arguments."""
     tracer = Tracer(node)
-    with torch.no_grad(), plain_bias(), tracer:
+    with torch.no_grad(), tracer:
         node(*args, **kwargs)
     return tracer.calls
 
@@ -317,7 +316,7 @@ class Wrong:
 
 def run_altered(wrong: Wrong, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     run = Altered(wrong.node, wrong.alter, wrong.unrounded, late=wrong.late)
-    with plain_bias(), run:
+    with run:
         run.external = {storage(t) for _, t in leaves((args, kwargs))}
         result = wrong.node(*args, **kwargs)
     wrong.times += run.times

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from harness.modes import DispatchMode
 from traces.costs import cost, distinct_bytes, storage_key
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Footprints:
         return self.known[key]
 
 
-class _Border(TorchDispatchMode):
+class _Border(DispatchMode):
     """Collects what crosses the border: storages known at the start, by their key."""
 
     def __init__(self, owners: dict[int, Key]) -> None:

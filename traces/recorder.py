@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from harness.modes import DispatchMode
 from traces.costs import Cost, cost, name_of
 from traces.footprint import Footprints, Spec
 from traces.names import CALL, LAUNCH, OPERATOR
@@ -25,7 +25,7 @@ from traces.outline import class_files, forward_line, frame_line, model_frame, p
 COMPILER = "torch._inductor"
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """A dispatch mode and module hooks over one step of `model`; see `recording`."""
 
     def __init__(self, model: nn.Module) -> None:
