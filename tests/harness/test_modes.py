@@ -8,7 +8,6 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from harness.bench_jobs import Moved
 from harness.conflicts import Conflicts
 from harness.floors import Least
-from harness.modes import DispatchMode
 from reference.attend import PrefillAttend
 from traces.capture import capture
 
