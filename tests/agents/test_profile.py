@@ -1,0 +1,161 @@
+"""What Nsight Compute says of a change, from a program that plays it; what can be had without."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from agents.claude import profiled
+from agents.claude.profile import CASE, METRICS, Profiler, command, failure, kernels, table
+from harness.workload import Workload
+from tests.agents import fake_ncu, killers
+
+FILE = """
+import os, socket
+from pathlib import Path
+import torch
+import torch.nn.functional as F
+from optimized.change import Change, Contract, Implementation
+
+
+def tries(what):
+    try:
+        what()
+    except PermissionError:
+        return
+    raise RuntimeError("not refused")
+
+
+def build(node, knobs):
+    def forward(x):
+        tries(lambda: Path({elsewhere!r}).write_text("x"))
+        tries(lambda: socket.socket())
+        assert "MY_SECRET" not in os.environ
+        Path({inside!r}).write_text(f"{{tuple(x.shape)}} {{node.weight.dtype}}")
+        return x
+    return forward
+
+
+CHANGE = Change(
+    name="tries",
+    region="scaled_norm",
+    summary="tries",
+    contract=Contract(numerics="reduction"),
+    implementations=(Implementation(backend="torch", devices=("cpu",), build=build),),
+)
+"""
+
+
+def test_metrics_become_one_line_for_each_kernel() -> None:
+    """In one unit, with the stalls that cost most; what a card lacks stays open."""
+    first, second = kernels(fake_ncu.table())
+    assert first.values["gpu__time_duration.sum"] == pytest.approx(3.488)
+    assert "dram__throughput.avg.pct_of_peak_sustained_elapsed" not in second.values
+    assert table([first, second]).splitlines() == [
+        "Nsight Compute: 2 kernels, 4.74 us in all",
+        "us | DRAM % | L2 hit % | SM % | occupancy % | registers | shared memory, B | "
+        "3 most frequent stalls | kernel",
+        "3.49 | 61.3 | 33.0 | 12.5 | 75.0 | 40 | 16380 | "
+        "long_scoreboard 9.3, barrier 2.5, wait 1.9 | triton_norm_kernel",
+        "1.25 | ? | ? | ? | ? | 16 | ? | ? | void at::native::elementwise<float, int>(int, T1)",
+    ]
+
+
+def test_no_figures_are_explained_in_the_words_of_ncu() -> None:
+    said = (
+        "==PROF== Connected to process 7\n"
+        "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access counters\n"
+    )
+    assert kernels(said) == []
+    assert failure(said, 1) == (
+        "ncu gave no figures (exit code 1): ERR_NVGPUCTRPERM - The user does not have permission "
+        "to access counters"
+    )
+    assert failure("", 3) == "ncu gave no figures (exit code 3): it said nothing"
+
+
+def test_ncu_is_asked_for_the_call_that_is_marked(tmp_path: Path) -> None:
+    line = command("/opt/ncu", tmp_path / CASE, "beam", "cuda")
+    assert line[:6] == [
+        "/opt/ncu",
+        "--csv",
+        "--profile-from-start",
+        "off",
+        "--clock-control",
+        "none",
+    ]
+    wanted = line[line.index("--metrics") + 1].split(",")
+    assert {*METRICS.values()} < {*wanted} and len(wanted) == len({*wanted}) == 24
+    module = sys.executable, "-m", "agents.claude.profiled"
+    assert line[-7:] == [*module, "call", str(tmp_path / CASE), "beam", "cuda"]
+
+
+def test_a_change_is_profiled_in_a_process_that_gave_up_its_rights(tmp_path, monkeypatch) -> None:
+    """Found on PATH, through the helper; the call has the model's own module and arguments."""
+    program = tmp_path / "bin" / "ncu"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_ncu.__file__} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    monkeypatch.setenv("MY_SECRET", "a-secret")
+    profiler = Profiler("cuda")
+    assert (profiler.absent, profiler.ncu) == (None, str(program))
+    profiler.device = "cpu"
+    profiler.connect()
+    try:
+        inside, elsewhere = profiler.folder / "seen", tmp_path / "elsewhere"
+        file = tmp_path / "tries.py"
+        file.write_text(FILE.format(inside=str(inside), elsewhere=str(elsewhere)))
+        model = Workload.load(killers.TOY, "toy", "cpu", 0).model
+        node, x = model.get_submodule("blocks.1.norm"), torch.ones(1, 3, 64, dtype=torch.bfloat16)
+        facts = {"file": str(file), "backend": "torch"}
+        profiled.save(profiler.case, node, (x,), **facts)
+        assert profiler.profile(killers.TOY) == table(kernels(fake_ncu.table()))
+        assert inside.read_text() == "(1, 3, 64) torch.bfloat16"
+        file.write_text(file.read_text().replace("return x", "raise KeyError('own words')"))
+        profiled.save(profiler.case, node, (x,), **facts)
+        with pytest.raises(ValueError, match=r"no figures .exit code 1.: KeyError: 'own words'"):
+            profiler.profile(killers.TOY)
+    finally:
+        profiler.close()
+    assert not elsewhere.exists() and not profiler.folder.exists()
+
+
+def test_without_a_card_or_ncu_that_is_said(monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert Profiler("cuda").absent == "Nsight Compute is not installed here: no ncu on PATH"
+    profiler = Profiler("cpu")
+    profiler.connect()
+    with pytest.raises(ValueError, match="this run is on a CPU; Nsight Compute profiles a card's"):
+        profiler.profile("beam")
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_without_a_card(tmp_path: Path) -> None:
+    """In a confined process, from the file's own list of cases."""
+    file = tmp_path / "kernel.py"
+    elsewhere = tmp_path / "elsewhere"
+    file.write_text(
+        "import socket\n"
+        "from pathlib import Path\n"
+        "from optimized import soft_cap\n"
+        "from optimized.soft_cap import CHANGE\n"
+        "found = []\n"
+        f"for what in (socket.socket, lambda: Path({str(elsewhere)!r}).touch()):\n"
+        "    try:\n"
+        "        what()\n"
+        "    except PermissionError:\n"
+        "        found.append(1)\n"
+        "assert len(found) == 2\n"
+        "def offline_cases():\n"
+        "    return soft_cap.offline_cases()[:1]\n"
+    )
+    head, columns, *rows = profiled.resources(str(file)).splitlines()
+    assert head == "compiled without a card:"
+    assert columns.startswith("kernel | card | registers | spills | shared memory, B | ")
+    cells = [row.split(" | ") for row in rows]
+    assert [cell[1] for cell in cells] == ["sm_90", "sm_100", "gfx950"]
+    assert all(0 < int(registers) < 256 for _, _, registers, *_ in cells)
+    assert all(spills == "0" for _, _, _, spills, *_ in cells)
+    assert not elsewhere.exists()
