@@ -1,13 +1,13 @@
 """Certificates of a run: one for each kept change, in the ledger and in its bundle, prs/NN-slug."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from agents.grounds import ground_of, modules_of
 from agents.history import History
 from agents.stack import enabled, stood_on
-from agents.workspace import commit_files
+from agents.workspace import Workspace, commit_files
 from harness.certificate import NAME, ROOT, Certificate, folder_of
 from harness.certify import certificate
 from harness.ledger import Ledger
@@ -15,7 +15,7 @@ from harness.records import Attempt, Environment
 from harness.workload import Workload
 from reports.pr_bundle import bundles
 from reports.pr_page import write
-from reports.pr_record import COMMITTED, COMPILED, GROUND, compiled
+from reports.pr_record import COMMITTED, COMPILED, GROUND, Compiled, compiled
 from reports.run import Run
 
 EVENT = "certificate"
@@ -104,11 +104,24 @@ def _certify(
     )
     ground = ground_of(attempt, made, [line.name for line in started])
     ledger.append(GROUND, ground)
-    if attempt.backend == "triton":
-        ledger.append(COMPILED, compiled(attempt.index, modules_of(made)))
+    commit = None
     if ground.files and ground.commit is not None:
         bundle = bundles(Run.load(ledger.directory))[-1]
-        ledger.append(COMMITTED, commit_files(ROOT, ledger.directory, bundle))
+        committed = commit_files(ROOT, ledger.directory, bundle)
+        ledger.append(COMMITTED, committed)
+        commit = committed.commit
+    if attempt.backend == "triton":
+        modules = {*modules_of(made), *(Path(path).stem for path in ground.files)}
+        ledger.append(COMPILED, compiled_at(ledger.directory, commit, attempt.index, modules))
     ledger.append(EVENT, made)  # the last of them: with it, all are there
     write(ledger.directory, only=attempt.index)
     return folder_of(ledger.directory, attempt.index, attempt.name) / NAME
+
+
+def compiled_at(run: Path, commit: str | None, index: int, modules: Iterable[str]) -> Compiled:
+    """What the kernels of these files of optimized/ take: as they are in a commit of the run's
+    repository, or here."""
+    if commit is None:
+        return compiled(index, modules)
+    with Workspace.open(ROOT, run).judged(commit) as tree:
+        return compiled(index, modules, tree)

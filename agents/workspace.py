@@ -205,6 +205,8 @@ def commit_files(root: Path, run: Path, bundle: Bundle) -> Committed:
                 file = candidate.path / path
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(text.encode())
+            if not candidate.check():  # a killed session had come so far
+                return Committed(index=ground.index, commit=work.tip, branch=KEPT, absent=None)
             made = work.keep(candidate, f"{bundle.subject}\n\n{wrapped(bundle.body)}")
     except (Refused, UserError, OSError) as error:
         why = " ".join(str(error).split())

@@ -79,9 +79,10 @@ def compare(
     times = _pairs(base, candidate, budget_s, min_pairs, cold_l2, auditor)
     differences = abba_differences(times)
     gain = median(differences)
-    candidate_times = times[:, 1:3].ravel()
+    base_times, candidate_times = times[:, [0, 3]].ravel(), times[:, 1:3].ravel()
     pair = Paired(
-        base_us=median(times[:, [0, 3]].ravel()),
+        base_us=median(base_times),
+        base_interval_us=median_interval(base_times),
         candidate_us=median(candidate_times),
         candidate_interval_us=median_interval(candidate_times),
         gain_us=gain,

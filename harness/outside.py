@@ -167,6 +167,7 @@ def paired(base: Bursts, candidate: Bursts) -> Paired:
     gain = median(differences)
     return Paired(
         base_us=median(times[:, [0, 3]].ravel()),
+        base_interval_us=median_interval(times[:, [0, 3]].ravel()),
         candidate_us=median(times[:, 1:3].ravel()),
         candidate_interval_us=median_interval(times[:, 1:3].ravel()),
         gain_us=gain,

@@ -59,6 +59,7 @@ class Paired(Record):
     gain_interval_us: tuple[float, float]  # 95% bootstrap interval
     mde_us: float  # smallest effect that A/A pairs of the same step can tell from none
     pairs: int
+    base_interval_us: tuple[float, float] | None = None  # as the candidate's; older ledgers lack it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """PR.md: what a reviewer needs to decide on one kept change."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ def page(run: Run, bundle: Bundle) -> str:
         kinds=KINDS,
         rows=step_rows(run, kept.attempt.latency),
         whole=whole_rows(run),
-        promise=promise(kept.certificate, region.points if region else ()),
+        promise=(promised := promise(kept.certificate, region.points if region else ())),
+        roundings=roundings(promised),
         verdicts=figures.verdicts(kept.attempt),
         describe_verdict=figures.describe_verdict,
         describe_audit=figures.describe_audit,
@@ -96,6 +97,14 @@ def promise(
         )
     rest = [name for name in reasons if name not in seen]
     return rows + [(name, declared[name], reasons[name], "not seen") for name in rest]
+
+
+def roundings(promised: Sequence[tuple[str, str, str, str]]) -> str:
+    """keeps 3 of 4 interior rounding points, elides 1 and adds none"""
+    declared = [row[1] for row in promised]
+    kept, elided, added = (declared.count(how) for how in ("kept", "elided", "added"))
+    interior = text.count(kept + elided, "interior rounding point")
+    return f"keeps {kept} of {interior}, elides {elided or 'none'} and adds {added or 'none'}"
 
 
 def targets(made: Compiled | None) -> list[str]:

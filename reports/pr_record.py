@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness.certificate import ROOT
 from harness.records import Record
@@ -63,13 +64,14 @@ class Committed(Record):
     absent: str | None
 
 
-def compiled(index: int, modules: Iterable[str]) -> Compiled:
-    """Compile the kernels of these files of optimized/ in a process of its own."""
+def compiled(index: int, modules: Iterable[str], root: Path = ROOT) -> Compiled:
+    """Compile the kernels of these files of optimized/, in the checkout at `root`, in a process of
+    its own."""
     command = [sys.executable, "-m", "optimized.offline", "--json", *sorted(modules)]
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=TIMEOUT_S
+            command, cwd=root, env=settings, capture_output=True, text=True, timeout=TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         return Compiled(index=index, kernels=(), absent=f"compiling took over {TIMEOUT_S} s")

@@ -1,5 +1,6 @@
 """PR.md and the patches of a finished run that no repository knows."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from reports import pr_open, pr_page
 from reports.pr_bundle import bundles
 from reports.pr_record import COMPILED, Compiled, Ground, compiled
 from reports.run import Run
+from tests.layout import ROOT
 
 
 def test_patches_of_an_older_ledger_stack(cuda_run: Path) -> None:
@@ -42,6 +44,36 @@ def test_what_its_kernels_take_is_shown_by_architecture(cuda_run: Path) -> None:
     assert "| Kernel | Built with | sm_90 | sm_100 | gfx950 |" in page
     used = kernels.kernels[0]
     assert f"; {used.num_warps} warps | {used.registers} / 0 / " in page
+
+
+def test_kernels_of_a_file_that_the_project_lacks_are_compiled_where_it_stands(tmp_path) -> None:
+    """As in a checkout of the commit that brings it."""
+    shutil.copytree(ROOT / "optimized", tmp_path / "optimized")
+    shutil.copy(ROOT / "optimized" / "combine.py", tmp_path / "optimized" / "mine.py")
+    kernels = compiled(3, ["mine"], tmp_path)
+    assert kernels.absent is None and {k.change for k in kernels.kernels} == {"mine"}
+    assert compiled(3, ["mine"]).kernels == ()
+
+
+def test_both_sides_of_a_latency_have_their_interval_where_it_is_known(
+    cuda_run: Path, tmp_path: Path
+) -> None:
+    def words(out: str) -> str:
+        return (pr_page.write(cuda_run, tmp_path / out, only=3)[0][1] / "PR.md").read_text()
+
+    assert "| 16.00 ms | 15.85 ms [" in words("older")
+    ledger = cuda_run / Ledger.NAME
+    known = '"base_interval_us": [15990.0, 16010.0]'
+    ledger.write_text(ledger.read_text().replace('"base_interval_us": null', known))
+    assert "| 16.00 ms [15.99, 16.01] ms | 15.85 ms [" in words("newer")
+
+
+def test_kept_elided_and_added_roundings_are_counted() -> None:
+    kept, elided = ("a", "kept", "", "kept"), ("b", "elided", "fused", "elided")
+    said = pr_page.roundings([kept, elided, kept])
+    assert said == "keeps 2 of 3 interior rounding points, elides 1 and adds none"
+    said = pr_page.roundings([("p", "added", "BF16 P", "added")])
+    assert said == "keeps 0 of 0 interior rounding points, elides none and adds 1"
 
 
 def test_kernels_that_could_not_be_compiled_are_not_shown_as_none(cuda_run: Path) -> None:
