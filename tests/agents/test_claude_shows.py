@@ -37,7 +37,7 @@ KILLED = (
     "answer",
     "ledger:evaluated",
     "ledger:started",
-    "ledger:ground",
+    "ledger:committed",
     "round",
     "ledger:final",
 )
@@ -133,6 +133,8 @@ def test_killed_at_every_stage_it_ends_in_the_same_state_and_nothing_is_paid_twi
     assert shown.asked == len(STEPS) == sum(e["kind"] == "answer" for e in trajectory(shown.run))
     assert kinds.count("evaluated") == 3 and kinds.count("round") == 1
     assert [a.index for a in attempts(shown.run)] == [3, 4, 5]
+    commits = {e.data["commit"] for e in events if e.kind == "committed"}
+    assert kinds.count("committed") == 2 and len(commits) == 1 and None not in commits
     assert kinds.count("certificate") == 1 and kinds.count("final") == 1
     assert (kinds[-1], events[-1].data["reason"]) == ("stopped", "done")
     done = [e["id"] for e in trajectory(shown.run) if e["kind"] == "result"]
