@@ -98,6 +98,7 @@ class Rounds:
                         file,
                         case_seed=one.seed,
                         targets=tuple(self.session.timed_targets.values()),
+                        required=self.desk.gate().sandbox.required,
                     )
             except Refused as error:
                 yield Evaluated(
