@@ -6,7 +6,15 @@ records come back in the order asked; each says which worker did it and which we
 
 from pathlib import Path
 
-from harness.evaluation import Evaluated, Evaluation, evaluate, evaluator, many, sha256_of
+from harness.evaluation import (
+    TARGETS,
+    Evaluated,
+    Evaluation,
+    evaluate,
+    evaluator,
+    many,
+    sha256_of,
+)
 from harness.executors.base import Executor
 from harness.workload import Workload
 
@@ -19,7 +27,7 @@ def ask(
     backend: str | None = None,
     *,
     case_seed: int,
-    targets: tuple[str, ...],
+    targets: tuple[str, ...] = TARGETS,
     timed: bool = True,
     required: bool = False,
 ) -> Evaluation:

@@ -89,7 +89,11 @@ class Loop:
                 root = self.session.drafts.root
             given = self.session.reference, self.workload, self.ledger, self.progress.done
             self.gate = Gate(
-                *given, required=self.require_sandbox, calls=caller(self.session), root=root
+                *given,
+                required=self.require_sandbox,
+                calls=caller(self.session),
+                root=root,
+                executor=self.session.executor,
             )
         return self.gate
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agents import search
+from agents import search, storage, workers
 from agents.claude import options, secrets
 from agents.mcp_link import MCP
 from agents.pulse import Pulse
@@ -77,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0, help="seed of weights, inputs and cases")
     options.add(p)
     search.add(p)
+    workers.add(p)
+    storage.add(p)
     p.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
     p.add_argument("--json", action="store_true", help="print summary.json on stdout")
     return p
@@ -134,6 +136,9 @@ def check(a: argparse.Namespace) -> None:
             raise UserError(f"no change file at {file}; give the path of a .py file")
     options.check(a)
     search.check(a)
+    workers.check(a)
+    if a.resume is None:
+        storage.check(a, confined=confined(a))
     names = [file.name for file in a.change]
     if double := next((n for n in names if names.count(n) > 1), None):
         raise UserError(f"two change files are called {double}; rename one")
@@ -158,6 +163,14 @@ def recall(a: argparse.Namespace, ledger: Ledger) -> None:
     a.require_sandbox |= bool(known.get("require_sandbox"))
     options.recall(a, known)
     search.recall(a, known)
+    workers.recall(a, known)
+    storage.recall(a, known)
+    storage.check(a, confined=confined(a))
+
+
+def confined(a: argparse.Namespace) -> bool:
+    """Whether the run's process gives up the network (`agents.sandboxed.give_up_rights`)."""
+    return a.require_sandbox or a.proposer == MCP or options.writes_code(a)
 
 
 def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pulse) -> int:
@@ -183,6 +196,7 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
     if a.dry_run:
         print(summary)
         return ExitCode.DONE
+    storage.require_reachable(a)
     workload.require_memory(*{workload.target(t) for t in (a.target, *DEFAULTS.values())})
     new, standing = ledger is None, ""
     if ledger is None:
@@ -198,8 +212,19 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
     progress.done(summary)
     if standing:
         progress.done(standing)
+    executor = None
     try:
-        session = Session(workload, ledger, a.target, budget, progress, other_card=a.other_card)
+        executor = workers.opened(a, workload, ledger, progress)
+        session = Session(
+            workload,
+            ledger,
+            a.target,
+            budget,
+            progress,
+            other_card=a.other_card,
+            executor=executor,
+            studies=storage.Studies.of(ledger, a.storage),
+        )
         loop = Loop(
             session,
             a.proposer,
@@ -217,6 +242,8 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
         progress.done(f"interrupted; continue with --resume {ledger.directory}", "yellow")
         return ExitCode.INTERRUPTED
     finally:
+        if executor is not None:
+            executor.close()
         progress.close()
     paths = write_reports(ledger.directory)
     if a.json:
@@ -261,6 +288,7 @@ def start(a: argparse.Namespace, workload: "Workload", begun: "Begun | None") ->
     chosen = workload.target(a.target)
     targets = {kind: workload.target(name) for kind, name in DEFAULTS.items()}
     targets[chosen.kind] = chosen
+    words = storage.without(sys.argv[1:], a.storage)
     program = MCP if a.proposer == MCP else "run"
     ledger.append(
         "run",
@@ -279,11 +307,13 @@ def start(a: argparse.Namespace, workload: "Workload", begun: "Begun | None") ->
                 **({"plan": begun.name} if begun else {}),
                 **({"require_sandbox": True} if a.require_sandbox else {}),
                 **search.recorded(a),
+                **workers.recorded(a),
+                **storage.recorded(a),
                 **options.recorded(a),
             },
             **({"stands_on": begun.lines()} if begun else {}),
             "workload": {kind: target.describe() for kind, target in targets.items()},
-            "command": f"python -m agents.{program} " + " ".join(sys.argv[1:]),
+            "command": " ".join([f"python -m agents.{program}", *words]),
         },
     )
     return ledger

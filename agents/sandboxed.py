@@ -13,21 +13,24 @@ from pathlib import Path
 
 from torch import nn
 
+from agents.evaluate import ask, many
 from harness import confined
 from harness.bench_jobs import Job
 from harness.cli import CACHES
 from harness.confine import ROOT
 from harness.errors import UserError
+from harness.executors.base import Executor
 from harness.ledger import Ledger
 from harness.observe import CandidateError
 from harness.protections import describe
 from harness.records import Verdict
 from harness.region_bench import RegionBench
 from harness.sandbox import Sandbox
+from harness.sandboxed import broken
 from harness.workload import Workload
 from optimized.change import Change
 
-OWN_PROCESS = "own_process"  # the ledger's event
+OWN_PROCESS, LOST = "own_process", "worker_lost"  # the ledger's events
 # Where compilers of libraries keep what they made, if they have; the rest of HOME is closed.
 LIBRARY_CACHES = ".nv/ComputeCache", ".cache/flashinfer", ".cache/torch_extensions"
 
@@ -62,13 +65,16 @@ class Gate:
         required: bool = True,
         calls: Callable[[str], list[Job]] | None = None,
         root: Path | None = None,
+        executor: Executor | None = None,
     ) -> None:
         """`calls` are those of a region in the timed steps, on which it must not be remembered.
-        Workers run the project's files at `root`, by default those of this process."""
+        Workers run the project's files at `root`, by default those of this process. Verdicts are
+        those of `executor` where there is one, and `look` asks the sandbox here."""
         self.sandbox = Sandbox(
             reference, workload.device, model=workload.name, required=required, root=root or ROOT
         )
         self.bench = RegionBench(workload, self.sandbox, calls)
+        self.ledger, self.say, self.required, self.executor = ledger, say, required, executor
         with contextlib.ExitStack() as undo:
             undo.callback(self.sandbox.close)
             self.sandbox.open(None).close()
@@ -94,4 +100,18 @@ class Gate:
     def verdict(self, change: str, backend: str | None, seed: int) -> Verdict:
         """The region's verdict with default launch knobs; whatever the candidate does is in it.
         Without a `backend`, the first for this device."""
-        return self.bench.judge(change, backend, seed).verdict
+        if self.executor is None:
+            return self.bench.judge(change, backend, seed).verdict
+        asked = ask(
+            self.bench.workload,
+            change,
+            backend,
+            case_seed=seed,
+            timed=False,
+            required=self.required,
+        )
+        (found,) = many(self.executor, [asked])
+        if found.losses:
+            self.ledger.append(LOST, {"change": change, "losses": list(found.losses)})
+            self.say(f"a worker was lost, the work was done again: {'; '.join(found.losses)}")
+        return found.verdict or broken(found.failure or "no verdict", seed)

@@ -17,6 +17,7 @@ from agents.history import History
 from agents.measure import KINDS, Measure, Steps
 from agents.progress import Progress
 from agents.stack import stack
+from agents.storage import Studies
 from harness import baselines, judge
 from harness.ceilings import floor_us, measure_ceilings
 from harness.environment import environment
@@ -54,13 +55,15 @@ class Session:
         *,
         other_card: bool = False,
         executor: Executor | None = None,
+        studies: Studies | None = None,
     ) -> None:
         """`other_card` lets a run go on with another GPU of the same kind. Candidates are judged at
-        region level on `executor`, by default in this process."""
+        region level on `executor`, by default in this process; trials of launch knobs are kept in
+        `studies`, by default in the run's directory."""
         self.workload, self.ledger = workload, ledger
         self.budget, self.progress = budget, progress
         self.other_card, self.resumed, self.moved = other_card, False, False
-        self.executor = executor
+        self.executor, self.studies = executor, studies or Studies.of(ledger)
         self.drafts: Drafts | None = None  # of a model's candidates, once the sandbox is open
         self.history = History(ledger)
         self.measure = Measure(workload, target, budget)

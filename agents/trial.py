@@ -59,7 +59,7 @@ class Trial:
                 change,
                 backend,
                 measure.run_decode(session.current),
-                study_path=session.directory / "optuna.journal",
+                studies=session.studies,
                 seconds=session.budget.share_s(0.03, at_most_s=5.0),
             )
         enabled = Enabled(name=change.name, backend=backend, knobs=outcome.knobs)

@@ -3,12 +3,12 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from agents.storage import Studies
 from harness.bench import time_call
 from optimized.change import Change, Implementation, KnobValue, nodes, replace_forward, shape_key
 
@@ -21,13 +21,13 @@ def tune(
     backend: str,
     run_step: Callable[[], object],
     *,
-    study_path: Path,
+    studies: Studies,
     seconds: float,
 ) -> dict[str, dict[str, KnobValue]]:
     """The fastest valid knobs for the shape of the region's calls in `run_step`.
 
     Returns {} where there is nothing to tune, or where the heuristic's choice won. Trials are kept
-    in Optuna's journal at `study_path`, so that a resumed run goes on with them.
+    in `studies`, so that a resumed run goes on with them; UserError where they cannot be.
     """
     implementation = change.implementation(backend)
     if implementation.knobs is None or implementation.shape is None:
@@ -36,7 +36,7 @@ def tune(
     shape = implementation.shape(node, *args)
     candidates = implementation.knobs.candidates(shape)
     default = implementation.knobs.heuristic(shape)
-    best = _search(change, implementation, node, args, candidates, default, study_path, seconds)
+    best = _search(change, implementation, node, args, candidates, default, studies, seconds)
     return {} if best is None else {shape_key(shape): best}
 
 
@@ -71,12 +71,10 @@ def _search(
     args: tuple[Any, ...],
     candidates: Mapping[str, Any],
     default: Any,
-    study_path: Path,
+    studies: Studies,
     seconds: float,
 ) -> dict[str, KnobValue] | None:
     import optuna
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
 
     knobs_type = implementation.knobs
     assert knobs_type is not None and implementation.shape is not None
@@ -95,8 +93,8 @@ def _search(
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
-        study_name=f"{change.name}:{implementation.backend}:{shape_key(shape)}",
-        storage=JournalStorage(JournalFileBackend(str(study_path))),
+        study_name=f"{studies.mark}{change.name}:{implementation.backend}:{shape_key(shape)}",
+        storage=studies.open(),
         sampler=optuna.samplers.TPESampler(seed=0),
         load_if_exists=True,
     )

@@ -187,8 +187,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
         rows.append(("Candidates judged first in a sandbox", describe(run.protections)))
     if run.own_process:
         rows.append(("The run's own process, which times them", describe_own(run.own_process)))
-    if judges := rounds.workers(run):
-        lost = "".join(f"; lost at {how}" for how in rounds.losses(run))
+    if judges := run.workers or rounds.workers(run):
+        lost = "".join(f"; lost at {how}" for how in (*rounds.losses(run), *run.lost))
         rows.append(("Candidates' regions judged by", f"{', '.join(judges)}{lost}"))
     if (closing := run.closing_verdict) is not None:
         said = "passed" if closing.passed else f"failed: {closing.reason}"

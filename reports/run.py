@@ -105,6 +105,8 @@ class Run:
     own_process: tuple[Protection, ...] = ()  # what holds where accepted candidates are timed
     points: dict[str, str] = field(default_factory=dict)  # fingerprints by rounding point
     unstable: tuple[str, ...] = ()  # those of them that differ from run to run
+    workers: list[str] = field(default_factory=list)  # that judged regions, with device and host
+    lost: list[str] = field(default_factory=list)  # of them: at what, and how
     spending: list[Spending] = field(default_factory=list)  # of a language model, if one took part
     rounds: list[list[str]] = field(default_factory=list)  # its change files, by round
     evaluated: list[Evaluated] = field(default_factory=list)  # and what their regions came to
@@ -262,6 +264,14 @@ def _own_process(run: Run, data: dict[str, Any]) -> None:
     run.own_process = tuple(Protection.from_json(row) for row in data["protections"])
 
 
+def _workers(run: Run, data: dict[str, Any]) -> None:
+    run.workers = [str(name) for name in data["workers"]]
+
+
+def _worker_lost(run: Run, data: dict[str, Any]) -> None:
+    run.lost += [f"{Path(data['change']).name}: {how}" for how in data["losses"]]
+
+
 def _proposals(run: Run, data: dict[str, Any]) -> None:
     run.rankings.append(tuple(Proposal.from_json(p) for p in data["proposals"]))
 
@@ -344,6 +354,8 @@ _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
     "proposals": _proposals,
     "sandbox": _sandbox,
     "own_process": _own_process,
+    "workers": _workers,
+    "worker_lost": _worker_lost,
     "started": _started,
     "attempt": _attempt,
     "measured": _measured,

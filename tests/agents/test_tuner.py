@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from agents.storage import Studies
 from agents.tuner import first_call, tune
 from optimized.change import Change, Contract, Implementation, nodes
 from reference import beam
@@ -79,7 +80,7 @@ CHANGE = Change(
 
 
 def test_the_fastest_valid_knobs_win_and_trials_are_kept(tmp_path):
-    where = {"study_path": tmp_path / "optuna.journal", "seconds": 20.0}
+    where = {"studies": Studies(tmp_path / "optuna.journal"), "seconds": 20.0}
     found = tune(MODEL, CHANGE, "torch", step, **where)
     assert found == {"F=512": {"ms": 1}}
     written = (tmp_path / "optuna.journal").stat().st_size
