@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.records import Record
 
@@ -191,14 +192,17 @@ def _set_attributes(path: str, attributes: bytes, flags: int) -> None:
     _call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, len(attributes))
 
 
-def restrict(folder: str, limits: Limits, extra: Iterable[str], *, shm: bool) -> list[Mechanism]:
+def restrict(
+    folder: str, limits: Limits, extra: Iterable[str], *, shm: bool, connects: bool = False
+) -> list[Mechanism]:
     """Give up, for good, what the worker does not need. `extra` may be read besides the system's
-    own files; with `shm`, /dev/shm is the worker's own and may be written."""
+    own files; with `shm`, /dev/shm is the worker's own and may be written; with `connects` it may
+    connect to local sockets, such as another process's of CUDA."""
     return [
         attempt("no capabilities", _drop_capabilities),
         attempt("rlimits", lambda: _limit(limits)),
         attempt("landlock", lambda: _landlock(folder, extra, shm)),
-        attempt("seccomp", _seccomp),
+        attempt("seccomp", lambda: _seccomp(connects)),
     ]
 
 
@@ -260,7 +264,7 @@ def _landlock(folder: str, extra: Iterable[str], shm: bool) -> None:
     rules.apply()
 
 
-def _seccomp() -> None:
+def _seccomp(connects: bool) -> None:
     import pyseccomp as seccomp
 
     refuse = seccomp.ERRNO(1)  # EPERM
@@ -272,4 +276,17 @@ def _seccomp() -> None:
             continue
     for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET):
         rules.add_rule(refuse, "socket", seccomp.Arg(0, seccomp.EQ, int(family)))
+    if not connects:
+        refuse_local_sockets(rules)
     rules.load()
+
+
+def refuse_local_sockets(rules: Any) -> None:
+    """No way to what other programs listen on: an agent that holds keys, a daemon that starts
+    processes. Sockets that are connected already, and pairs of them, stay."""
+    import pyseccomp as seccomp
+
+    refuse, local = seccomp.ERRNO(1), seccomp.Arg(0, seccomp.EQ, int(socket.AF_UNIX))
+    unconnected = seccomp.Arg(1, seccomp.MASKED_EQ, 0xF, int(socket.SOCK_DGRAM))
+    rules.add_rule(refuse, "connect")
+    rules.add_rule(refuse, "socket", local, unconnected)

@@ -11,15 +11,16 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from harness.confine import Mechanism, attempt
+from harness.confine import Mechanism, attempt, refuse_local_sockets
 from harness.protections import Protection
 
 WRITES, NETWORK = "no writes outside its folders", "no network"
 
 
 def give_up(folders: Iterable[Path]) -> tuple[Protection, ...]:
-    """For good: write in `folders` and to devices only, and open no internet sockets. Which of the
-    two are in force, and why one is not."""
+    """For good: write in `folders` and to devices only, open no internet sockets and connect to no
+    local ones, behind which other programs of the user do as they are told. Which of the two are in
+    force, and why one is not."""
     writable = [str(path) for path in (*folders, Path("/dev"))]
     network = attempt("seccomp", _no_network)
     rows = (WRITES, attempt("landlock", lambda: _write_only(writable))), (NETWORK, network)
@@ -58,6 +59,12 @@ def _write_only(writable: Iterable[str]) -> None:
     rules.apply()
 
 
+def _shares_a_card() -> bool:
+    """Whether CUDA has to reach the daemon of its Multi-Process Service."""
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return os.path.exists(os.path.join(pipes, "control"))
+
+
 def _no_network() -> None:
     import pyseccomp as seccomp
 
@@ -65,4 +72,6 @@ def _no_network() -> None:
     for family in (socket.AF_INET, socket.AF_INET6, socket.AF_PACKET):
         refused = seccomp.Arg(0, seccomp.EQ, int(family))
         rules.add_rule(seccomp.ERRNO(1), "socket", refused)  # EPERM
+    if not _shares_a_card():
+        refuse_local_sockets(rules)
     rules.load()

@@ -118,7 +118,11 @@ def start_worker(
     tempfile.tempdir = None  # it remembers the server's
     confine.die_with_parent()
     shm = any(m.name == "own /dev/shm" and m.in_force for m in found)
-    found += confine.restrict(str(folder), limits, order["readable"], shm=shm)
+    # CUDA IPC may connect to the judge's process, which is out of reach in a network namespace.
+    alone = any(m.name == "network namespace" and m.in_force for m in found)
+    connects = not alone and len(confine.devices()) > len(confine.DEVICES)
+    readable = order["readable"]
+    found += confine.restrict(str(folder), limits, readable, shm=shm, connects=connects)
     try:
         worker.main(socket.socket(fileno=worker_fd), order, [m.to_json() for m in found])
     finally:
