@@ -1,11 +1,13 @@
 """`python -m reports ci`: the current run against a baseline, for a job that must not get worse.
 
-The baseline is a file that `--update-baseline` wrote, another run's directory, or a commit, which
-is built in a worktree and measured in turns with the current tree.
+The baseline is a file that `--update-baseline` wrote, a folder that has one for each device,
+another run's directory, or a commit, which is built in a worktree and measured in turns with the
+current tree.
 """
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from harness.errors import ExitCode, UserError
 from harness.git import Git
 from harness.ledger import Ledger
 from harness.records import SCHEMA, Environment, Paired
+from optimized.plan_text import slug
 from reports import ci_page, rigs, trend
 from reports.files import write_text
 from reports.regression import (
@@ -46,7 +49,7 @@ class Report:
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--baseline", required=True, metavar="FILE|RUN|COMMIT")
+    p.add_argument("--baseline", required=True, metavar="FILE|FOLDER|RUN|COMMIT")
     p.add_argument("--current", required=True, type=Path, metavar="RUN")
     p.add_argument(
         "--update-baseline", action="store_true", help="write the current state to FILE; exit 0"
@@ -70,7 +73,7 @@ def run(a: argparse.Namespace) -> int:
             raise UserError(f"there is no folder {file.parent}; make it, or name another file")
     started = time.monotonic()
     current = Run.load(a.current)
-    file, base = recorded(a.baseline)
+    file, base = recorded(a.baseline, current)
     if a.update_baseline and file is None:
         raise UserError(f"--update-baseline writes a file; --baseline {a.baseline} is none")
     if file is not None or base is not None:
@@ -78,7 +81,7 @@ def run(a: argparse.Namespace) -> int:
         here = Snapshot.of(current)
         pairs: dict[str, Paired] = {}
         if base is None:
-            words = f"{file} is new"
+            words = f"there is no baseline {file}" + (", it is made now" * a.update_baseline)
             findings = [Finding(name="bits", outcome=Outcome.UNKNOWN, words=words)]
         else:
             findings = against(base, here, across=a.across_environments, why=why)
@@ -98,6 +101,8 @@ def run(a: argparse.Namespace) -> int:
         trend.append(a.history, report.current, report.findings, report.pairs)
     if a.junit is not None:
         write_text(a.junit, ci_page.junit(report))
+    for finding in ci_page.unseen(report):
+        print(f"warning: {finding.name} not compared: {finding.words}", file=sys.stderr)
     page = ci_page.markdown(report)
     if a.output is not None:
         print(write_text(a.output, page))
@@ -106,11 +111,15 @@ def run(a: argparse.Namespace) -> int:
     return ExitCode.FOUND if report.regressions and not a.update_baseline else ExitCode.DONE
 
 
-def recorded(baseline: str) -> tuple[Path | None, Snapshot | None]:
+def recorded(baseline: str, current: Run) -> tuple[Path | None, Snapshot | None]:
     """The baseline's file, if it is one, and what it or the run recorded; nothing for a commit."""
     path = Path(baseline)
     if (path / Ledger.NAME).is_file():
         return None, Snapshot.of(Run.load(path))
+    if path.is_dir():
+        if current.environment is None:
+            raise UserError(f"{current.directory} does not say its device; name a file in {path}")
+        path = path / f"{slug(current.environment.device_name)}.json"
     if path.suffix != ".json":
         return None, None
     if not path.is_file():

@@ -27,6 +27,9 @@ def markdown(report: "Report") -> str:
         "|---|---|---|",
         *rows,
     ]
+    if left := unseen(report):
+        names = ", ".join(finding.name for finding in left)
+        lines += ["", f"> **Not compared: {names}.** A change there passes this check unseen."]
     for finding in report.findings:
         if finding.details:
             lines += ["", f"<details><summary>{cell(finding.name)}</summary>", ""]
@@ -43,10 +46,17 @@ def headline(report: "Report") -> str:
         )
         return f"Regression: {what}."
     judged = [f for f in report.findings if f.name != "environment"]
-    left = [f.name for f in judged if f.outcome is Outcome.UNKNOWN]
+    left = [f.name for f in unseen(report)]
     if len(left) == len(judged):
         return "Nothing was compared."
-    return "No regression" + (f"; not compared: {', '.join(left)}." if left else ".")
+    if left:
+        return f"No regression in what was compared; not compared: {', '.join(left)}."
+    return "No regression."
+
+
+def unseen(report: "Report") -> list[Finding]:
+    """What was not compared, though a regression could lie there."""
+    return [f for f in report.findings if f.outcome is Outcome.UNKNOWN and f.name != "environment"]
 
 
 def _current(report: "Report") -> str:

@@ -119,7 +119,7 @@ def bits(base: Snapshot, current: Snapshot, forbidden: Sequence[str] = ()) -> Fi
         return _unknown("bits", f"the environment changed ({'; '.join(forbidden)})")
     for which, one in (("baseline", base), ("current", current)):
         if not one.points:
-            return _unknown("bits", f"the {which} holds no fingerprint")
+            return _unknown("bits", f"the {which} holds no fingerprint of its outputs")
     loose = {*base.unstable, *current.unstable}
     there, here = ({n: m for n, m in s.points.items() if n not in loose} for s in (base, current))
     other = [name for name, value in here.items() if there.get(name, value) != value]

@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from harness.records import Ceilings
 from harness.stats import median, median_interval
 from reports import text
 from reports.chart import FAILED, INK, KEPT, MUTED, REJECTED, RULE, inline
 from reports.svg import STYLE
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LINES = INK, KEPT, REJECTED, FAILED  # of the sides of a comparison, in order
 SIZE = 5.4, 3.2  # inches
@@ -84,9 +86,11 @@ def times(samples_us: Mapping[str, Sequence[float] | np.ndarray]) -> Picture:
     return _picture(figure, "latency", f"times of {', '.join(samples_us)}")
 
 
-def latency_table(samples_us: Mapping[str, np.ndarray]) -> pd.DataFrame:
+def latency_table(samples_us: Mapping[str, np.ndarray]) -> "pd.DataFrame":
     """Of each side the median and its 95% interval, in us, and how far the reference, the first of
     them, is behind: the median of what it took longer in the same rounds."""
+    import pandas as pd  # pages are built without it
+
     first = next(iter(samples_us.values()))
     rows = []
     for name, samples in samples_us.items():

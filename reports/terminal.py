@@ -59,7 +59,9 @@ def headline(run: Run) -> list[str]:
             continue
         end = getattr(after, kind)
         moved = text.path(start.median_us, end.median_us)
-        lines.append(f"{kind}: {moved} {text.interval(end.interval_us)}; {_versus(run, kind)}")
+        like = max(start.median_us, end.median_us)  # all three in one unit
+        within = text.interval(end.interval_us, 4, like)
+        lines.append(f"{kind}: {moved} {within}; {_versus(run, kind)}")
     if (error := figures.median_error_us(run)) is not None:
         each = f"{text.time(error, 3)} a {run.header.kind} step"
         lines.append(f"median of |predicted - realised|: {each}")
