@@ -97,7 +97,7 @@ class Rounds:
                         self.session.workload,
                         file,
                         case_seed=one.seed,
-                        targets=tuple(self.session.timed_targets.values()),
+                        targets=self.targets(),
                         required=self.desk.gate().sandbox.required,
                     )
             except Refused as error:
@@ -123,6 +123,13 @@ class Rounds:
                 worker=found.worker,
                 losses=found.losses,
             )
+
+    def targets(self) -> tuple[str, ...]:
+        """The timed steps, the run's target first."""
+        timed = self.session.timed_targets
+        return tuple(
+            timed[kind] for kind in sorted(timed, key=lambda k: k != self.session.measure.kind)
+        )
 
     def draft(self, one: Asked) -> AbstractContextManager[str]:
         drafts = self.session.drafts

@@ -1,0 +1,110 @@
+"""A round on the toy model: judged and timed at region level, put in order, nothing done twice."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from agents import search
+from agents.budget import Budget
+from agents.claude.desk import Desk
+from agents.loop import Loop
+from agents.progress import Progress
+from agents.rounds import Rounds
+from agents.session import Session
+from harness.environment import device_name
+from harness.evaluation import evaluator
+from harness.executors.here import Here
+from harness.records import Status
+from harness.workload import Workload
+from optimized.catalog import load_change
+from optimized.change import apply_change, share
+from tests.agents import killers
+from tests.agents.test_claude_run import BREAKS, HONEST, text
+from tests.agents.test_search import attempt
+
+SLOW = """
+        for _ in range(20):
+            x = x * 1.0
+        return honest(node, x)
+"""
+ALSO = """
+        for _ in range(6):
+            x = x * 1.0
+        return honest(node, x)
+"""
+BODIES = {"slow": SLOW, "breaks": BREAKS, "fast": HONEST, "also": ALSO}
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    ledger = killers.begun(tmp_path / "run")
+    budget = Budget(10.0)
+    workload = Workload.load(killers.TOY, "toy", "cpu")
+    session = Session(workload, ledger, "decode-bs1", budget, Progress(budget))
+    loop = Loop(session, "auto", None)
+    yield loop
+    if loop.gate is not None:
+        loop.gate.close()
+
+
+def submitted(folder: Path) -> list[tuple[str, str]]:
+    for name, body in BODIES.items():
+        (folder / f"{name}.py").write_text(text(name, body))
+    return [(str(folder / f"{name}.py"), f"{name} it is") for name in BODIES]
+
+
+def test_the_fastest_goes_on_and_what_fails_slows_its_region_or_is_beaten_does_not(
+    loop: Loop, tmp_path: Path
+) -> None:
+    rounds = Rounds(Desk(loop.session, loop.open_gate))
+    files = submitted(tmp_path)
+    made = {Path(s.proposal.change).stem: s for s in rounds.suggestions(files, loop.context())}
+    assert set(list(made)[:2]) == {"breaks", "slow"} and list(made)[2:] == ["fast", "also"]
+    assert [made[name].settled for name in BODIES] == [True, True, False, False]
+    known = {name: s.beforehand for name, s in made.items()}
+    assert known["slow"] is not None and known["slow"].verdict.passed
+    assert (known["slow"].refused or "").startswith("its region gets slower with it: one call of ")
+    assert known["breaks"] is not None
+    assert (known["breaks"].verdict.reason or "").startswith("rounds to BF16 at ")
+    assert made["fast"].foreign and made["fast"].proposal.hypothesis == "fast it is"
+    assert len({e.verdict.seed for e in search.evaluated(loop.ledger).values()}) == 4
+
+    before = loop.ledger.path.read_bytes()
+    again = Rounds(Desk(loop.session, loop.open_gate)).suggestions(files, loop.context())
+    assert [s.proposal.change for s in again] == [s.proposal.change for s in made.values()]
+    assert loop.ledger.path.read_bytes() == before  # nothing was judged again
+
+    refused = loop.attempt(made["breaks"])
+    assert (refused.status, refused.latency) == (Status.REJECTED, None)
+    assert refused.reason.startswith("region verdict: rounds to BF16 at ")
+    refused = loop.attempt(made["slow"])
+    assert refused.status is Status.REJECTED and refused.region_verdict is not None
+    assert refused.reason.startswith("its region gets slower") and refused.region_verdict.passed
+
+    loop.ledger.append("attempt", attempt(files[2][0], Status.KEPT))
+    model = share(loop.session.reference)
+    apply_change(model, load_change(files[2][0]), "torch")
+    (left,) = rounds.suggestions(files, replace(loop.context(), model=model))
+    assert left.beforehand is not None and left.settled
+    assert (left.beforehand.refused or "").startswith(
+        "fast.py of the same round was kept in its place: one call of scaled_norm gains "
+    )
+
+
+@pytest.mark.slow
+def test_on_an_executor_the_worker_is_recorded(loop: Loop, tmp_path: Path) -> None:
+    name = device_name(loop.workload.device)
+    executor = loop.session.executor = Here(partial(evaluator, "cpu", name))
+    try:
+        rounds = Rounds(Desk(loop.session, loop.open_gate))
+        made = rounds.suggestions(submitted(tmp_path)[1:3], loop.context())
+    finally:
+        executor.close()
+    assert [s.settled for s in made] == [True, False]
+    found = list(search.evaluated(loop.ledger).values())
+    assert [(e.verdict.passed, e.time is not None) for e in found] == [(False, False), (True, True)]
+    assert all((e.worker or "").startswith("this process (cpu, ") for e in found)
+    assert found[1].call is not None and found[1].region == "scaled_norm"
