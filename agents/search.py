@@ -13,6 +13,7 @@ from typing import Any
 
 from agents.claude import words
 from agents.history import History
+from agents.mcp_link import MCP
 from harness.errors import UserError
 from harness.ledger import Ledger
 from harness.records import Attempt, Paired, Record, Status, Verdict
@@ -25,7 +26,7 @@ PLATEAU, FLOOR = "plateau", "floor"  # why a run stopped
 class Limits(Record):
     """When a search ends by itself."""
 
-    plateau: int = 3  # rounds in a row that kept nothing
+    plateau: int | None = 3  # rounds in a row that kept nothing; None: however many
     floor_share: float = 0.9  # of a step's time that its bytes need at the least
 
 
@@ -82,7 +83,9 @@ def check(a: argparse.Namespace) -> None:
 
 
 def limits(a: argparse.Namespace) -> Limits:
-    return Limits(**recorded(a))
+    """Of the run; a coding agent that is connected over MCP gives up by itself."""
+    own = {"plateau": None} if a.proposer == MCP else {}
+    return Limits(**(own | recorded(a)))
 
 
 def recorded(a: argparse.Namespace) -> dict[str, Any]:
@@ -109,7 +112,7 @@ def ending(
             why=f"the bytes of a step take at least {floor_us:.1f} of its {step_us:.1f} us, "
             f"{floor_us / step_us:.0%}; --floor-share is {limits.floor_share:.0%}",
         )
-    if (count := fruitless(history)) >= limits.plateau:
+    if limits.plateau is not None and (count := fruitless(history)) >= limits.plateau:
         rounds = "round" if count == 1 else "rounds"
         return Stop(
             reason=PLATEAU,

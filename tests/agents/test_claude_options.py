@@ -100,6 +100,9 @@ def test_a_continued_run_ends_where_it_was_to_end_unless_told_otherwise(given) -
     search.recall(again, known)
     assert search.limits(again) == search.Limits(plateau=5, floor_share=0.8)
     assert search.limits(given()) == search.Limits(plateau=3, floor_share=0.9)
+    over_mcp = given()
+    over_mcp.proposer = "mcp"  # there whoever writes the changes says when it ends
+    assert search.limits(over_mcp).plateau is None
 
 
 def test_the_tree_shows_the_project_and_nothing_else(tmp_path: Path) -> None:
