@@ -84,7 +84,7 @@ def check(a: argparse.Namespace) -> None:
 
 def limits(a: argparse.Namespace) -> Limits:
     """Of the run; a coding agent that is connected over MCP gives up by itself."""
-    own = {"plateau": None} if a.proposer == MCP else {}
+    own: dict[str, Any] = {"plateau": None} if a.proposer == MCP else {}
     return Limits(**(own | recorded(a)))
 
 
