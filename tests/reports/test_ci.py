@@ -54,6 +54,21 @@ def test_a_baseline_file_is_written_and_then_holds(
     assert (suite.get("failures"), suite.get("skipped")) == ("0", "0")
 
 
+def test_a_folder_of_baselines_has_one_for_each_device(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["ci", "--baseline", str(tmp_path), "--current", str(run)]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "**Nothing was compared.**" in out and "**Not compared: bits.**" in out
+    assert f"there is no baseline {tmp_path / 'intel-xeon-8481c.json'}" in err
+    assert main([*words, "--update-baseline"]) == 0
+    assert ", it is made now" in capsys.readouterr().err
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert ("**No regression.**" in out, err) == (True, "")
+
+
 def test_a_regression_is_exit_1_and_a_failed_case(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
