@@ -33,9 +33,9 @@ def ask(
 ) -> Evaluation:
     """The evaluation of `change`, by name or file, for `workload`. A file's text goes along, so a
     worker need not see the file; OSError if it cannot be read."""
-    foreign = change.endswith(".py")
+    foreign, model = change.endswith(".py"), workload.name
     return Evaluation(
-        model=workload.name,
+        model=str(Path(model).resolve()) if model.endswith(".py") else model,
         preset=workload.preset,
         device=workload.device.type,
         seed=workload.seed,

@@ -42,16 +42,23 @@ def given_to(ledger: Ledger) -> list[str]:
 
 
 class Given:
-    """Proposes each of `files` once, in order, then what `rest` proposes."""
+    """Proposes `files`, each until it was tried, in order; then what `rest` proposes."""
 
     name = "given"
 
     def __init__(self, files: Sequence[str], rest: Proposer, look: Look) -> None:
         self.files, self.rest, self.look = files, rest, look
+        self.looks: dict[str, tuple[Change, str] | None] = {}
 
     def propose(self, context: Context) -> list[Suggestion]:
         tried = {t.change for t in context.tried}
-        for file in self.files:
-            if file not in tried:
-                return [suggest_file(file, self.look(file), context)]
+        left = [file for file in self.files if file not in tried]
+        if left:
+            return [suggest_file(file, self.seen(file), context) for file in left]
         return self.rest.propose(context)
+
+    def seen(self, file: str) -> tuple[Change, str] | None:
+        """Looked at once."""
+        if file not in self.looks:
+            self.looks[file] = self.look(file)
+        return self.looks[file]

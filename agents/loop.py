@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agents import controls
+from agents.ahead import Ahead
 from agents.budget import BudgetSpent
 from agents.calls import caller
 from agents.claude.desk import Desk
@@ -54,6 +55,7 @@ class Loop:
         self.workload, self.ledger = session.workload, session.ledger
         self.history, self.progress = session.history, session.progress
         self.trial = Trial(session, self.open_gate)
+        self.ahead = Ahead(session, self.open_gate, require_sandbox)
 
     def run(self) -> str:
         """Work; returns why it ended: "done", "budget", "plateau" or "floor"."""
@@ -144,7 +146,7 @@ class Loop:
         while self.max_changes is None or self.history.changes_judged < self.max_changes:
             if (stop := self.ending()) is not None:
                 return stop
-            suggestions = self.proposer.propose(self.context())
+            suggestions = self.ahead.of(self.proposer.propose(self.context()))
             proposals = [s.proposal.to_json() for s in suggestions]
             self.ledger.append("proposals", {"proposals": proposals})
             if not suggestions:

@@ -8,7 +8,7 @@ one watches (`agents.supervised`).
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -102,16 +102,25 @@ class Gate:
         Without a `backend`, the first for this device."""
         if self.executor is None:
             return self.bench.judge(change, backend, seed).verdict
-        asked = ask(
-            self.bench.workload,
-            change,
-            backend,
-            case_seed=seed,
-            timed=False,
-            required=self.required,
-        )
-        (found,) = many(self.executor, [asked])
-        if found.losses:
-            self.ledger.append(LOST, {"change": change, "losses": list(found.losses)})
-            self.say(f"a worker was lost, the work was done again: {'; '.join(found.losses)}")
-        return found.verdict or broken(found.failure or "no verdict", seed)
+        ((verdict, _),) = self.verdicts([(change, backend, seed)])
+        return verdict
+
+    def verdicts(
+        self, changes: Sequence[tuple[str, str | None, int]]
+    ) -> list[tuple[Verdict, float]]:
+        """On workers, which there must be: of each change with its backend and seed, as `verdict`
+        says, and the seconds that it took."""
+        assert self.executor is not None
+        workload = self.bench.workload
+        asked = [
+            ask(workload, change, backend, case_seed=seed, timed=False, required=self.required)
+            for change, backend, seed in changes
+        ]
+        done = []
+        for found in many(self.executor, asked):
+            if found.losses:
+                self.ledger.append(LOST, {"change": found.change, "losses": list(found.losses)})
+                self.say(f"a worker was lost, another did its work: {'; '.join(found.losses)}")
+            verdict = found.verdict or broken(found.failure or "no verdict", workload.seed)
+            done.append((verdict, found.seconds))
+        return done

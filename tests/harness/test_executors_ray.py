@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
+from harness.evaluation import many
 from harness.executors import source
 from harness.executors.ray import Ray
+from tests.harness.evaluated import START, asked, killed
 from tests.harness.ray_cluster import cluster
 from tests.harness.test_executors import by_doing, divide, job, marked, refuse, square, start, who
 
@@ -23,6 +25,11 @@ pytestmark = pytest.mark.slow
 def address() -> Iterator[str]:
     with cluster(2) as found:
         yield found
+
+
+def number(_worker: object) -> int:
+    time.sleep(0.2)  # so that each worker gets one
+    return os.getpid()
 
 
 def test_a_killed_actors_job_runs_elsewhere_and_nothing_else_is_lost(
@@ -75,3 +82,24 @@ def test_other_sources_are_refused(address: str, monkeypatch: pytest.MonkeyPatch
         pytest.raises(UserError, match="their sources differ; check out the same commit"),
     ):
         list(executor.run([job(who)]))
+
+
+def test_an_actor_killed_in_the_middle_of_a_candidate_loses_nothing(address: str) -> None:
+    wanted = [asked("honest_one_pass"), asked("exits"), asked("honest_in_place", timed=False)]
+    with closing(Ray(START, address, "cpu")) as executor:
+        executor.await_ready()
+        jobs = [job(number) for _ in executor.workers]
+        pids = {done.worker: done.value() for done in executor.run(jobs)}
+
+        def find() -> int | None:
+            at = (w for w in executor.team if w.at and "one_pass" in w.at.job.doing)
+            return next((pids[w.place] for w in at if w.place in pids), None)
+
+        with killed(find):
+            honest, exits, in_place = many(executor, wanted)
+    (loss,) = honest.losses
+    assert loss.endswith("(Ray: ActorDiedError, SYSTEM_ERROR) while it judges honest_one_pass.py")
+    assert honest.passed and honest.time is not None
+    assert honest.worker is not None and not honest.worker.startswith(loss.split(" ended ")[0])
+    assert exits.losses == in_place.losses == ()
+    assert in_place.passed and not exits.passed
