@@ -2,7 +2,7 @@
 
 from agents.history import History
 from harness.ledger import Ledger
-from harness.records import Attempt, Status
+from harness.records import Attempt, Baseline, Status, Timing
 
 
 def attempt(index: int, name: str, status: Status, control: str | None = None) -> Attempt:
@@ -44,3 +44,20 @@ def test_history_is_what_the_ledger_holds(tmp_path):
     assert history.since_last_attempt() == {"started"}
     ledger.append("stopped", {"reason": "done"})
     assert history.since_last_attempt() == {"started", "stopped"}
+
+
+def test_a_step_takes_what_was_measured_last_or_the_unchanged_model_as_candidates_run(tmp_path):
+    def timing(us: float) -> Timing:
+        return Timing(median_us=us, interval_us=(us - 1, us + 1), samples=9)
+
+    ledger = Ledger.create(tmp_path / "run")
+    ledger.append("run", {"schema": 1})
+    history = History(ledger)
+    assert history.step_us("decode", "cpu") is None
+    for name, us in (("eager", 90.0), ("graph", 40.0)):
+        times = {"decode": timing(us), "prefill": timing(10 * us)}
+        ledger.append("baseline", Baseline(name=name, absent=None, **times))
+    assert (history.step_us("decode", "cpu"), history.step_us("decode", "cuda")) == (90.0, 40.0)
+    assert history.step_us("prefill", "cuda") == 900.0  # which runs eagerly
+    ledger.append("measured", {"decode": timing(30.0).to_json(), "prefill": timing(8.0).to_json()})
+    assert history.step_us("decode", "cuda") == 30.0 and history.step_us("prefill", "cpu") == 8.0

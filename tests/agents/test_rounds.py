@@ -94,6 +94,16 @@ def test_the_fastest_goes_on_and_what_fails_slows_its_region_or_is_beaten_does_n
     )
 
 
+def test_a_plateau_ends_the_search_before_anything_more_is_proposed(loop: Loop) -> None:
+    for number in range(3):
+        assert loop.ending() is None
+        search.begin(loop.ledger, [f"{number}.py"])
+        loop.ledger.append("attempt", attempt(f"{number}.py", Status.REJECTED))
+    stop = loop.search()
+    assert stop is not None and stop.reason == "plateau"
+    assert loop.ledger.last("proposals") is None
+
+
 @pytest.mark.slow
 def test_on_an_executor_the_worker_is_recorded(loop: Loop, tmp_path: Path) -> None:
     name = device_name(loop.workload.device)
