@@ -1,5 +1,6 @@
 """The MCP server with a real client, and a run's process that plays: who is told what, and when."""
 
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 from agents.claude.tools import TOOLS, complaint
 from agents.claude.trajectory import Call
 from agents.mcp import words
+from agents.proposers.mcp import held
 from harness.errors import UserError
 from tests.agents import killers
 from tests.agents.mcp_client import ROOT, Agent, connected
@@ -140,3 +142,15 @@ def test_words_that_cannot_work_are_refused_in_one_line(tmp_path: Path) -> None:
         words(["--resume", str(tmp_path / "run")])
     a = words([*TARGET])
     assert (a.proposer, a.budget_minutes, a.model) == ("mcp", 120.0, "beam")
+
+
+def test_two_processes_do_not_work_on_one_run(tmp_path: Path) -> None:
+    ledger = killers.begun(tmp_path / "run")
+    waited: list[int] = []
+    first = held(ledger.path, lambda: waited.append(1))
+    assert waited == []
+    with pytest.raises(UserError, match="another process works on .*/run; disconnect the agent"):
+        held(ledger.path, lambda: waited.append(1), patience_s=0.0)
+    os.close(first)
+    os.close(held(ledger.path, lambda: waited.append(1)))
+    assert waited == [1]

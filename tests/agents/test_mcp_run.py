@@ -1,6 +1,5 @@
 """A whole run over MCP: real client, server, run and sandbox, the toy model on the CPU."""
 
-import time
 from pathlib import Path
 
 import anyio
@@ -14,12 +13,6 @@ from tests.agents.test_claude_run import CHEATS, DECIDED, HONEST, TELLS, text
 
 SERVER = str(Path(__file__).with_name("mcp_run.py"))
 LIMITS = "--budget-minutes", "10"
-PATIENCE_S = 60.0
-
-
-def ended(directory: Path) -> bool:
-    events = list(Ledger.open(directory).events())
-    return events[-1].kind == "stopped"
 
 
 @pytest.mark.slow
@@ -60,11 +53,7 @@ def test_a_coding_agent_writes_submits_and_hears_the_decision(tmp_path: Path) ->
 
     words = SERVER, "--resume", str(directory), *LIMITS
     connected(leaves, *words, log=tmp_path / "log", **more)
-    deadline = time.monotonic() + PATIENCE_S
-    while not ended(directory) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert trajectory(directory)[-1]["reason"] == "the coding agent has disconnected"
-    assert (directory / "report.md").is_file()
+    # The run comes to its end without its client; what continues it waits for that.
     connected(returns, *words, log=tmp_path / "log", mode="auto", **more)
 
     cheat, honest = attempts(directory)
@@ -83,7 +72,11 @@ def test_a_coding_agent_writes_submits_and_hears_the_decision(tmp_path: Path) ->
     assert over[1] == str(directory / "report.md")
     assert len(over) == 2 + (honest.status is Status.KEPT)  # its pull request
     events = trajectory(directory)
-    assert events[-1]["reason"] == "the model gave up: nothing is left"
+    left, gave_up = (e["reason"] for e in events if e["kind"] == "ended")
+    assert left == "the coding agent has disconnected"
+    assert gave_up == "the model gave up: nothing is left"
+    kinds = [e.kind for e in Ledger.open(directory).events()]
+    assert kinds.count("stopped") == 2 and kinds.index("stopped") < kinds.index("resumed", 20)
     called = [e["id"] for e in events if e["kind"] == "result"]
     assert len(called) == len(set(called)) == len(results(directory)) == 13
     log = (tmp_path / "log").read_text()
