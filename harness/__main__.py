@@ -91,7 +91,21 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     what = command.add_mutually_exclusive_group()
     what.add_argument("--peers", action="store_true", help="our kernels beside public ones")
     what.add_argument(
+        "--evaluations", action="store_true", help="candidates judged a minute, by workers"
+    )
+    what.add_argument(
         "--curve", choices=("context", "batch"), help="step time against context, or against batch"
+    )
+    command.add_argument(
+        "--workers",
+        type=count,
+        nargs="+",
+        default=[1, 2],
+        metavar="N",
+        help="how many, one number after the other, for --evaluations; default 1 2",
+    )
+    command.add_argument(
+        "--candidates", type=count, metavar="N", help="the first so many, for --evaluations"
     )
     command.add_argument("--rows", type=counts, metavar="N,N", help="tokens of a step, for --peers")
     command.add_argument(

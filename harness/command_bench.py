@@ -24,6 +24,10 @@ def bench(a: argparse.Namespace) -> int:
         from harness.command_peers import peers
 
         return peers(a)
+    if a.evaluations:
+        from harness.command_evaluations import evaluations
+
+        return evaluations(a)
     if a.curve:
         from harness.command_curve import curves
 
