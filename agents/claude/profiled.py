@@ -25,6 +25,10 @@ from optimized.change import apply_change
 from reference import models
 
 WARM_UP = 3  # calls before the one that counts: they compile, and fill caches
+NO_CASES = (
+    "it has no offline_cases(), so nothing is known of its kernels without a card; "
+    "optimized/swiglu.py shows one"
+)
 PROCESSES = 4096  # of this user, whose other processes count
 
 
@@ -60,6 +64,8 @@ def call(path: Path, model: str, device: str) -> None:
 def resources(file: str) -> str:
     """What the kernels of a change file take on each card, in words; compiled in a process of its
     own, which is confined."""
+    if "offline_cases" not in Path(file).read_text():
+        return NO_CASES
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         environment = scrubbed(folder)
         environment.pop("TRITON_INTERPRET", None)  # what is interpreted cannot be compiled
@@ -72,10 +78,7 @@ def resources(file: str) -> str:
         return f"its kernels could not be compiled (exit code {code}): {last}"
     rows = [json.loads(text) for text in out.splitlines() if text.startswith('{"kernel": ')]
     if not rows:
-        return (
-            "it has no offline_cases(), so nothing is known of its kernels without a card; "
-            "optimized/swiglu.py shows one"
-        )
+        return NO_CASES
     columns = "kernel | card | registers | spills | shared memory, B | warps | constants"
     return "\n".join(["compiled without a card:", columns, *map(shown, rows)])
 

@@ -5,6 +5,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -53,4 +54,9 @@ def main(directory: Path) -> None:
 if __name__ == "__main__":
     if "--max-changes" in sys.argv:
         sys.exit("error: it will not begin")
-    main(Path(os.environ["PLAYED"]))
+    place = Path(os.environ["PLAYED"])
+    if "--seed" in sys.argv:  # it measures before it asks, until it is interrupted
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit((place / "interrupted").write_text("")))
+        (place / "begun").touch()
+        time.sleep(30)
+    main(place)

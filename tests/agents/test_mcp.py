@@ -90,10 +90,25 @@ def test_a_run_that_breaks_is_told_and_one_whose_client_leaves_hears_it(tmp_path
     connected(breaks, SERVE, PLAYED, *TARGET, log=log, mode="auto", PLAYED=str(tmp_path))
     assert not (tmp_path / "left").exists()
     connected(leaves, SERVE, PLAYED, *TARGET, log=log, PLAYED=str(tmp_path))
+    assert appears(tmp_path / "left")
+
+
+def test_a_run_that_only_measures_is_interrupted_when_its_client_leaves(tmp_path: Path) -> None:
+    async def looks(agent: Agent) -> None:
+        assert len((await agent.client.list_tools()).tools) == len(TOOLS)
+        while not (tmp_path / "begun").exists():
+            await anyio.sleep(0.05)
+
+    words = *TARGET, "--seed", "1"
+    connected(looks, SERVE, PLAYED, *words, log=tmp_path / "log", PLAYED=str(tmp_path))
+    assert appears(tmp_path / "interrupted")
+
+
+def appears(file: Path) -> bool:
     deadline = time.monotonic() + 10
-    while not (tmp_path / "left").exists() and time.monotonic() < deadline:
+    while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert (tmp_path / "left").read_text() == "the client has left"
+    return file.exists()
 
 
 def server(*given: str, more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
