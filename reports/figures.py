@@ -233,8 +233,8 @@ def budget_lines(run: Run) -> list[BudgetLine]:
     lines = [
         BudgetLine(
             part=words,
-            before_us=None if before is None else getattr(before, name),
-            after_us=None if after is None else getattr(after, name),
+            before_us=None if before is None else round(getattr(before, name), 3),
+            after_us=None if after is None else round(getattr(after, name), 3),
         )
         for name, words in PARTS
     ]

@@ -61,7 +61,8 @@ def environment(*, autoescape: bool) -> Environment:
 
 
 def _unbroken(words: Callable[..., str]) -> Callable[..., str]:
-    return lambda *given: words(*given).replace(" ", "\u00a0")
+    """May still break before an interval that follows a figure."""
+    return lambda *given: words(*given).replace(" ", "\u00a0").replace("\u00a0[", " [")
 
 
 def breakable(name: str) -> Markup:

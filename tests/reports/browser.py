@@ -30,6 +30,10 @@ const look = frame => {
       const box = e.getBoundingClientRect();
       return [box.width, box.height, e.querySelectorAll('path,rect,polyline,circle').length];
     }),
+    covered: all('tr.why summary').filter(
+      e => e.getBoundingClientRect().top + 1
+        < e.closest('tr').previousElementSibling.querySelector('a').getBoundingClientRect().bottom
+    ).length,
     paper: frame.contentWindow.getComputedStyle(d.body).backgroundColor,
     requests: frame.contentWindow.performance.getEntriesByType('resource').map(e => e.name),
   };

@@ -29,6 +29,7 @@ def test_a_phone_and_a_desk_show_every_chart_and_nothing_too_wide(
     for frame, width in zip(shown.frames[:2], (390, 1440), strict=True):
         assert (frame["width"], frame["scroll_width"]) == (width, width)
         assert frame["wide"] == [] and frame["requests"] == []
+        assert frame["covered"] == 0  # no name of a change lies under what folds out below it
         assert len(frame["charts"]) == 8  # two headlines, two steps, parts, layer, fit, ULPs
         assert all(w > 300 and h > 10 and marks > 1 for w, h, marks in frame["charts"])
     # The same look finds what is planted in a page beside them.

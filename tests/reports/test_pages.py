@@ -2,17 +2,21 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from harness.records import StepBudget
+from reports import figures
 from reports.chart import step_chart
 from reports.fit import fit
 from reports.headline import floor_us, headlines
 from reports.markdown import markdown
 from reports.numerics import histograms, judged, pooled, share
 from reports.page import page
+from reports.render import environment
 from reports.run import Run
 from reports.write import write_reports
 from tests.reports.conftest import ulp
@@ -240,3 +244,21 @@ def test_write_reports_leaves_all_files(cpu_run: Path) -> None:
     names = ["summary.json", "report.md", "report.html", "latency.svg", "layer.svg", "prs"]
     assert [p.name for p in paths] == names
     assert paths[1].read_text() == markdown(Run.load(cpu_run))
+
+
+def test_what_is_nothing_but_rounding_is_no_part_of_a_step(cpu_run: Path) -> None:
+    run = Run.load(cpu_run)
+    budget = StepBudget(
+        step_us=6.0, bound_us=1.0, gap_us=2.0, rest_us=3.0, unknown_us=0.0, hidden_us=6.4e-12,
+        kernels=2,
+    )  # fmt: skip
+    run.kernels = {"before": replace(run.kernels["before"], budget=budget)}
+    lines = {line.part: line.before_us for line in figures.budget_lines(run)}
+    assert list(lines.values()) == [1.0, 2.0, 3.0, 6.0]
+    assert not any("hidden" in part for part in lines)
+
+
+def test_a_narrow_column_breaks_before_an_interval_and_nowhere_else() -> None:
+    filters = environment(autoescape=True).filters
+    shown = filters["estimate"](1000.0, (930.0, 1160.0))
+    assert shown == "1.00\u00a0ms [0.93,\u00a01.16]\u00a0ms"
