@@ -1,5 +1,6 @@
 """The MCP server with a real client, and a run's process that plays: who is told what, and when."""
 
+import json
 import os
 import subprocess
 import sys
@@ -169,3 +170,10 @@ def test_two_processes_do_not_work_on_one_run(tmp_path: Path) -> None:
     os.close(first)
     os.close(held(ledger.path, lambda: waited.append(1)))
     assert waited == [1]
+
+
+def test_the_configuration_in_the_readme_starts_the_server() -> None:
+    text = (ROOT / "README.md").read_text().partition("<!-- example: mcp -->\n```json\n")[2]
+    (server,) = json.loads(text.partition("```")[0])["mcpServers"].values()
+    assert server["args"][:2] == ["-m", "agents.mcp"]
+    assert words(server["args"][2:]).target == "decode-bs1"
