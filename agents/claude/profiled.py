@@ -27,7 +27,7 @@ from reference import models
 WARM_UP = 3  # calls before the one that counts: they compile, and fill caches
 NO_CASES = (
     "it has no offline_cases(), so nothing is known of its kernels without a card; "
-    "optimized/swiglu.py shows one"
+    "search optimized/ for one"
 )
 PROCESSES = 4096  # of this user, whose other processes count
 

@@ -100,7 +100,8 @@ class Mcp(Claude):
         self.desk.session.budget.require()
 
     def replied(self, call: Call, event: Event) -> None:
-        super().replied(call, event)
+        first = next(iter(event["text"].splitlines()), "")
+        self.desk.session.progress.done(f"agent: {call.brief}: {first[:160]}", "dim")
         assert self.link is not None
         self.link.tell(result=call.id, text=event["text"], error=event["error"])
 

@@ -65,7 +65,7 @@ def test_a_coding_agent_writes_submits_and_hears_the_decision(tmp_path: Path) ->
     assert said["profile"] == (
         "no profile: this run is on a CPU; Nsight Compute profiles a card's kernels.\n"
         "it has no offline_cases(), so nothing is known of its kernels without a card; "
-        "optimized/swiglu.py shows one"
+        "search optimized/ for one"
     )
     over = said["over"].splitlines()
     assert over[0].startswith("the run is over (done); ")

@@ -76,9 +76,9 @@ def test_no_figures_are_explained_in_the_words_of_ncu() -> None:
 
 
 def test_ncu_is_asked_for_the_call_that_is_marked(tmp_path: Path) -> None:
-    line = command("/opt/ncu", tmp_path / CASE, "beam", "cuda")
+    line = command("/usr/bin/ncu", tmp_path / CASE, "beam", "cuda")
     assert line[:6] == [
-        "/opt/ncu",
+        "/usr/bin/ncu",
         "--csv",
         "--profile-from-start",
         "off",
