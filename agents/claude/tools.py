@@ -75,8 +75,8 @@ TOOLS = [
         "profile",
         "Nsight Compute's metrics of the region's first call with a change file that passed "
         "verify, kernel by kernel. Without a card or ncu: the registers, spills and shared memory "
-        "of the Triton kernels in the file's offline_cases() (files of optimized/ have such a function), compiled "
-        "for several cards.",
+        "of the Triton kernels in the file's offline_cases() (files of optimized/ have such a "
+        "function), compiled for several cards.",
         file=FILE,
     ),
     tool(
