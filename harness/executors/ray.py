@@ -62,7 +62,7 @@ def address_of(given: str | None) -> str:
     except (OSError, OverflowError) as error:
         raise UserError(
             f"nobody listens at {address} ({error}); give the address of a running Ray cluster by "
-            f"--ray-address or {ADDRESS}"
+            f"--ray-address or {ADDRESS}, or do without one: --executor local"
         ) from error
     return address
 
