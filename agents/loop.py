@@ -215,6 +215,9 @@ class Loop:
         if outcome.model is not None:
             source = self.trial.save_source(attempt, outcome.model)
             attempt = replace(attempt, generated_source=source)
+        if outcome.steps is not None and outcome.latency is not None:
+            taken = {kind: us.round(2).tolist() for kind, us in outcome.steps.samples.items()}
+            self.ledger.append("samples", {"index": index, "us": taken})
         self.ledger.append("attempt", attempt)
         style = "green" if attempt.status is Status.KEPT else "dim"
         self.progress.done(f"{attempt.status}: {name} ({backend}): {attempt.reason}", style)

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
 from torch import nn
 
 from agents.budget import Budget
@@ -34,12 +35,13 @@ MIN_PAIRS = {DECODE: 5, PREFILL: 3}  # rounds of base, candidate, candidate, bas
 
 @dataclass
 class Steps:
-    """A model ready to be timed: its decode step and its prefill, and what audits' calls among
-    its timed ones found."""
+    """A model ready to be timed: its decode step and its prefill, what audits' calls among its
+    timed ones found, and the samples of its last pairs by kind, us [pairs, 4]."""
 
     decode: Step
     prefill: Step
     audited: list[AuditedCall] = field(default_factory=list)
+    samples: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __getitem__(self, kind: str) -> Step:
         return self.decode if kind == DECODE else self.prefill
@@ -120,6 +122,7 @@ class Measure:
                 budget_s=self.seconds(kind, factor=2.0),
                 min_pairs=MIN_PAIRS[kind],
                 auditor=auditor,
+                keep=partial(candidate.samples.__setitem__, kind),
             )
             candidate.audited.append(auditor.check())
         return Latency(decode=pairs[DECODE], prefill=pairs[PREFILL])

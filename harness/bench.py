@@ -64,8 +64,10 @@ def compare(
     min_pairs: int = MIN_PAIRS,
     cold_l2: bool = False,
     auditor: Auditor | None = None,
+    keep: Callable[[np.ndarray], None] | None = None,
 ) -> Paired:
-    """Time `candidate` against `base` in interleaved pairs, at least `min_pairs`.
+    """Time `candidate` against `base` in interleaved pairs, at least `min_pairs`; `keep` gets the
+    samples, us [pairs, 4] of base, candidate, candidate, base.
 
     `auditor`, one of `candidate`, gets its call among the pairs, before one of the first
     `min_pairs`, which is drawn from the system's entropy. That call is made as the timed ones are;
@@ -77,6 +79,8 @@ def compare(
     what their own scatter gives.
     """
     times = _pairs(base, candidate, budget_s, min_pairs, cold_l2, auditor)
+    if keep is not None:
+        keep(times)
     differences = abba_differences(times)
     gain = median(differences)
     base_times, candidate_times = times[:, [0, 3]].ravel(), times[:, 1:3].ravel()

@@ -15,6 +15,7 @@ from harness.records import Attempt, Paired, Timing, Verdict
 from reports.run import KINDS, Run
 
 TEXT, REAL, WHOLE, TRUTH = "string", "Float64", "Int64", "boolean"
+SIDES = "without", "with", "with", "without"
 PAIR = ("base_us", "candidate_us", "gain_us", "gain_low_us", "gain_high_us", "mde_us")
 
 CHANGES = {
@@ -39,16 +40,20 @@ LATENCY = {
     "of": TEXT, "what": TEXT, "kind": TEXT, "median_us": REAL, "low_us": REAL, "high_us": REAL,
     "samples": WHOLE,
 }  # fmt: skip
+SAMPLES = {
+    "index": WHOLE, "name": TEXT, "kind": TEXT, "pair": WHOLE, "side": TEXT, "time_us": REAL,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frames:
-    """The four tables of one run."""
+    """The five tables of one run."""
 
     changes: pd.DataFrame  # one row a change: CHANGES; gains are of the run's target
     attempts: pd.DataFrame  # one row an attempt, controls too: ATTEMPTS; both kinds of step
     kernels: pd.DataFrame  # the target's step in launch order, before and after: KERNELS
     latency: pd.DataFrame  # every timing of a model, in the order taken: LATENCY
+    samples: pd.DataFrame  # every single sample of an attempt's pairs: SAMPLES
 
 
 def frames(run: Run | Path | str) -> Frames:
@@ -59,6 +64,7 @@ def frames(run: Run | Path | str) -> Frames:
         attempts=_frame(ATTEMPTS, map(_attempt, run.attempts)),
         kernels=_frame(KERNELS, _kernels(run)),
         latency=_frame(LATENCY, _latency(run)),
+        samples=_frame(SAMPLES, _samples(run)),
     )
 
 
@@ -147,6 +153,16 @@ def _latency(run: Run) -> Iterable[dict[str, Any]]:
         if isinstance(timing, Timing):
             yield {"of": "other target", "what": name, "kind": name.partition("-")[0],
                    **_timing(timing)}  # fmt: skip
+
+
+def _samples(run: Run) -> Iterable[dict[str, Any]]:
+    """Four rows a pair: what ran without the change and with it."""
+    for attempt in run.attempts:
+        for kind, pairs in run.samples.get(attempt.index, {}).items():
+            for pair, times in enumerate(pairs, start=1):
+                for side, us in zip(SIDES, times, strict=True):
+                    yield {"index": attempt.index, "name": attempt.name, "kind": kind,
+                           "pair": pair, "side": side, "time_us": us}  # fmt: skip
 
 
 def _timing(timing: Timing) -> dict[str, Any]:

@@ -100,6 +100,20 @@ def attempt_of(made: Certificate, folder: Path) -> Attempt | None:
     return next(kept, None)
 
 
+def samples(attempt: Attempt | None, folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Every time of the change's pairs in us, by kind of step and by side; {} without any."""
+    if attempt is None:
+        return {}
+    run = Run.load(folder.resolve().parent.parent)
+    found: dict[str, dict[str, list[float]]] = {}
+    for kind, pairs in run.samples.get(attempt.index, {}).items():
+        found[kind] = {
+            "without it": [us for a, _, _, b in pairs for us in (a, b)],
+            "with it": [us for _, a, b, _ in pairs for us in (a, b)],
+        }
+    return found
+
+
 def times(made: Certificate, attempt: Attempt | None) -> list[dict[str, Any]]:
     """A row for decode and for prefill: medians, the gain and its 95% interval, the smallest effect
     that could be told from none; us. What was predicted is of the target's step alone."""

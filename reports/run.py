@@ -30,6 +30,8 @@ from reports.spending import Spending
 
 BASELINES = ("eager", "graph", "compile")
 KINDS = ("decode", "prefill")
+# By kind, us [pairs, 4] of base, candidate, candidate, base.
+Samples = dict[str, list[list[float]]]
 
 
 @dataclass(kw_only=True)
@@ -60,6 +62,7 @@ class Run:
     closing_verdict: Verdict | None = None  # on every layer of the model as it ended
     protections: tuple[Protection, ...] = ()  # of the sandbox, if candidates were judged in one
     own_process: tuple[Protection, ...] = ()  # what holds where accepted candidates are timed
+    samples: dict[int, Samples] = field(default_factory=dict)  # of pairs, by attempt and kind
     points: dict[str, str] = field(default_factory=dict)  # fingerprints by rounding point
     unstable: tuple[str, ...] = ()  # those of them that differ from run to run
     workers: list[str] = field(default_factory=list)  # that judged regions, with device and host
@@ -273,6 +276,10 @@ def _timed(data: dict[str, Any], name: str = "") -> Measured:
     )
 
 
+def _samples(run: Run, data: dict[str, Any]) -> None:
+    run.samples[data["index"]] = {kind: data["us"][kind] for kind in KINDS}
+
+
 def _fingerprint(run: Run, data: dict[str, Any]) -> None:
     run.points, run.unstable = dict(data["points"]), tuple(data["unstable"])
 
@@ -318,6 +325,7 @@ _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
     "measured": _measured,
     "model_verdict": _model_verdict,
     "final": _final,
+    "samples": _samples,
     "fingerprint": _fingerprint,
     "agent_spent": _spent,
     "round": _round,

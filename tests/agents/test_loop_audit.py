@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -91,6 +92,17 @@ def test_skipping_work_while_timed_is_refused_by_the_audit(loop: Loop) -> None:
     assert [call.step for call in rest] == ["prefill", "decode", "prefill"]
     assert rest[1].reason is None  # nobody timed that one
     assert loop.ledger.all("attempt", Attempt) == [attempt]
+    samples = loop.ledger.last("samples")  # its figures are theirs
+    assert samples is not None and samples["index"] == attempt.index
+    for kind, pairs in samples["us"].items():
+        pair = getattr(attempt.latency, kind)
+        assert len(pairs) == pair.pairs
+        assert median([us for a, _, _, b in pairs for us in (a, b)]) == pytest.approx(
+            pair.base_us, abs=0.01
+        )
+        assert median([us for _, a, b, _ in pairs for us in (a, b)]) == pytest.approx(
+            pair.candidate_us, abs=0.01
+        )
 
 
 def test_a_control_whose_audit_fails_was_not_refused_by_the_keep_rule(loop: Loop) -> None:

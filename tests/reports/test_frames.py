@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
+from harness.ledger import Ledger
 from reports import frames as module
 from reports.frames import frames
 from reports.run import Run
@@ -17,6 +18,7 @@ TABLES = {
     "attempts": module.ATTEMPTS,
     "kernels": module.KERNELS,
     "latency": module.LATENCY,
+    "samples": module.SAMPLES,
 }
 
 
@@ -86,6 +88,18 @@ def test_the_readme_has_every_column_with_its_type_and_unit(name: str) -> None:
             assert (kind == "Float64") <= bool(unit), column
             documented[column] = kind
     assert documented == TABLES[name]
+
+
+def test_every_sample_of_a_pair_has_its_side(cpu_run: Path) -> None:
+    us = {"decode": [[10.0, 8.0, 8.5, 11.0]], "prefill": [[90.0, 80.0, 80.0, 91.0]] * 2}
+    Ledger.open(cpu_run).append("samples", {"index": 3, "us": us})
+    samples = frames(cpu_run).samples
+    assert len(samples) == 12 and set(samples["name"]) == {"residual_boundary"}
+    decode = samples.query("kind == 'decode'")
+    assert list(zip(decode["side"], decode["time_us"], strict=True)) == [
+        ("without", 10.0), ("with", 8.0), ("with", 8.5), ("without", 11.0),
+    ]  # fmt: skip
+    assert list(samples.query("kind == 'prefill'")["pair"]) == [1] * 4 + [2] * 4
 
 
 def test_no_run_is_an_error(tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ def bundle(cpu_run: Path, made: Certificate) -> Path:
         '"generated_source": null', '"generated_source": "generated/03.py"'
     )
     ledger.write_text("".join(lines))
+    us = {"decode": [[1000.0, 850.0, 850.0, 1001.0]] * 2, "prefill": [[9e3, 8.1e3, 8.1e3, 9e3]]}
+    Ledger.open(cpu_run).append("samples", {"index": 3, "us": us})
     folder = cpu_run / "prs" / "03-residual-boundary"
     made.save(folder)
     return folder
@@ -100,7 +102,10 @@ def test_a_bundle_carries_its_comparison(
         "150.0",
     )
     assert (decode["predicted_us"], prefill["predicted_us"]) == ("130.0", "NaN")
-    ulps, gain = outputs(book, "image/svg+xml")
+    ulps, gain, decode_times, prefill_times = outputs(book, "image/svg+xml")
+    assert "decode: 4 without it, 4 with it" in printed
+    assert "decode without it: median 1.00 ms" in decode_times
+    assert "prefill with it: median 8.10 ms" in prefill_times
     assert "region verdict" in ulps and "prefill-8x2048" in gain
     assert str(cpu_run) not in book.read_text()  # it can be mailed
     assert [p.name for p in bundle.parent.glob("*/compare.ipynb")] == ["compare.ipynb"]
@@ -123,3 +128,4 @@ def test_a_bundle_out_of_its_run_has_no_attempt(made: Certificate, tmp_path: Pat
     made.save(folder)
     assert (folder / NAME).is_file() and pr_notebook.attempt_of(made, folder) is None
     assert "predicted_us" not in pr_notebook.times(made, None)[0]
+    assert pr_notebook.samples(None, folder) == {}
