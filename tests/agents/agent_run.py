@@ -90,7 +90,8 @@ def die_after(what: str) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    measure.SHARES.update(decode=(0.02, 0.2), prefill=(0.02, 0.2))
+    decode_s = float(os.environ.get("DECODE_S", "0.2"))
+    measure.SHARES.update(decode=(0.02, decode_s), prefill=(0.02, 0.2))
     Workload.load(killers.TOY, "toy", "cpu", 0)  # each life would import what this does
     if killed := os.environ.get("KILLED"):
         die_after(killed)

@@ -27,14 +27,17 @@ from tests.agents.fake_api import FakeApi, Step, call, calls
 from tests.agents.test_claude_run import BREAKS, CHEATS, HONEST, submits, writes
 from tests.layout import ROOT, own_files
 
-# Forty operators that change nothing: a change without them is faster on any machine.
-NEEDLESS = "        for _ in range(40):\n            wide = wide * 1.0\n"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+# Operators that change nothing: a change without them is faster on any machine, and measured for so
+# long it is surely faster on a busy one, too.
+NEEDLESS = "        for _ in range(100):\n            wide = wide * 1.0\n"
+DECODE_S = "1.5"
 WHERE = 'raise RuntimeError("optimized is at " + __import__("optimized").__path__[0])'
-# A life ends after each of these events: while the model works, while regions are judged, in an
-# attempt, while what was kept is certified, before the model is told, in the closing measurements.
-# The last life goes on to the end.
+# A life ends after each of these events: while regions are judged, in an attempt, while what was
+# kept is certified, before the model is told, in the closing measurements. The last goes on to the end.
+# A life that ends while the model works is in test_claude_run.py.
 KILLED = (
-    "answer",
     "ledger:evaluated",
     "ledger:started",
     "ledger:committed",
@@ -99,7 +102,8 @@ def shown(tmp_path_factory) -> Shown:
 
     run = begun(folder / "run", "claude", str(wasteful(folder)))
     said = ""
-    with FakeApi(*STEPS) as api:
+    with FakeApi(*STEPS) as api, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DECODE_S", DECODE_S)
         for killed in (*KILLED, ""):
             done = goes_on(run, api, "--budget-usd", "1", killed=killed, root=mine.root)
             said += done.stderr
@@ -107,8 +111,6 @@ def shown(tmp_path_factory) -> Shown:
     return Shown(upstream.root, mine.root, before, run, len(api.asked), said)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_two_are_refused_for_the_right_reasons_and_the_honest_one_is_kept(shown: Shown) -> None:
     cheats, breaks, honest = attempts(shown.run)
     assert [a.status for a in (cheats, breaks)] == [Status.REJECTED] * 2
@@ -126,7 +128,6 @@ def test_two_are_refused_for_the_right_reasons_and_the_honest_one_is_kept(shown:
     assert "one call: " in told[9]
 
 
-@pytest.mark.slow
 def test_killed_at_every_stage_it_ends_in_the_same_state_and_nothing_is_paid_twice(shown) -> None:
     events = list(Ledger.open(shown.run).events())
     kinds = [e.kind for e in events]
@@ -145,7 +146,6 @@ def test_killed_at_every_stage_it_ends_in_the_same_state_and_nothing_is_paid_twi
     assert json.loads((shown.run / "summary.json").read_text())["spent"]["output"] == 200
 
 
-@pytest.mark.slow
 def test_the_users_checkout_stays_byte_for_byte_as_it_was(shown: Shown) -> None:
     assert state(shown.mine) == shown.before
     head = Git(shown.upstream).commit("HEAD")
@@ -160,7 +160,6 @@ def test_the_users_checkout_stays_byte_for_byte_as_it_was(shown: Shown) -> None:
         assert words in message
 
 
-@pytest.mark.slow
 def test_a_clean_clone_takes_the_patch_and_reproduces_the_certificate(shown, tmp_path) -> None:
     (bundle,) = (shown.run / "prs").iterdir()
     page = (bundle / "PR.md").read_text()
