@@ -35,8 +35,8 @@ NEEDLESS = "        for _ in range(100):\n            wide = wide * 1.0\n"
 DECODE_S = "1.5"
 WHERE = 'raise RuntimeError("optimized is at " + __import__("optimized").__path__[0])'
 # A life ends after each of these events: while regions are judged, in an attempt, while what was
-# kept is certified, before the model is told, in the closing measurements. The last goes on to the end.
-# A life that ends while the model works is in test_claude_run.py.
+# kept is certified, before the model is told, in the closing measurements. The last one goes on to
+# the end. A life that ends while the model works is in test_claude_run.py.
 KILLED = (
     "ledger:evaluated",
     "ledger:started",
