@@ -5,11 +5,11 @@ Worktrees belong to the run's repository (`agents.workspace`); the user's checko
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agents.workspace import Workspace
+from agents.workspace import WRITABLE, Workspace
 from harness.certificate import ROOT, place_of
 from harness.confine import PACKAGES
 from harness.errors import UserError
@@ -43,17 +43,18 @@ class Drafts:
             ledger.append(EVENT, {"commit": None, "others": [], "absent": str(error)})
             return cls(None, None, stack)
         ledger.append(EVENT, {"commit": work.base, "others": others, "absent": None})
-        if others:
-            names = ", ".join(others[:SHOWN]) + (" and others" if len(others) > SHOWN else "")
+        judging = [path for path in others if path in work.locked or not inside(path)]
+        if judging:
             say(
-                f"candidates are judged by the files as they are, not by those of commit "
-                f"{work.base[:12]}, from which {names} differ"
+                "candidates are judged by the files as they are; not as in commit "
+                f"{work.base[:12]}: {named(judging)}"
             )
             return cls(work, None, stack)
         own = Workspace(work.git, work.base, ledger.directory.resolve() / CHECKOUTS)
         own.clear()
         tree = stack.enter_context(own.checkout(work.base, "base"))
-        say(f"candidates are judged by a checkout of commit {work.base[:12]}")
+        without = f", without what was edited: {named(others)}" if others else ""
+        say(f"candidates are judged by a checkout of commit {work.base[:12]}{without}")
         return cls(work, tree.root, stack)
 
     @contextlib.contextmanager
@@ -74,6 +75,15 @@ class Drafts:
 
     def close(self) -> None:
         self.opened.close()
+
+
+def inside(path: str) -> bool:
+    """Whether a candidate may write there."""
+    return path.startswith(f"{WRITABLE}/")
+
+
+def named(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:SHOWN]) + (" and others" if len(paths) > SHOWN else "")
 
 
 def differing(work: Workspace, root: Path) -> list[str]:

@@ -9,7 +9,12 @@ from agents.drafts import EVENT, Drafts
 from agents.workspace import Refused
 from harness.git import Git
 from harness.ledger import Ledger
-from tests.agents.test_workspace import branches, state, user  # noqa: F401 - a fixture
+from tests.agents.test_workspace import (
+    FILES,
+    branches,
+    state,
+    user,  # noqa: F401 - a fixture
+)
 
 TEXT = "CHANGE = 1\n"
 
@@ -71,7 +76,7 @@ def test_where_the_checkout_is_edited_the_files_that_differ_are_named(
     before, said = state(user), []
     drafts = Drafts.open(ledger, said.append, user.root)
     assert drafts.root is None
-    assert said[0].endswith(", from which harness/judge.py, optimized/swiglu.py differ")
+    assert said[0].endswith(": harness/judge.py")
     recorded = ledger.last(EVENT)
     assert recorded is not None
     assert recorded["others"] == ["harness/judge.py", "optimized/swiglu.py"]
@@ -80,6 +85,22 @@ def test_where_the_checkout_is_edited_the_files_that_differ_are_named(
         assert (Path(file).parent / "swiglu.py").read_text() == "KERNEL = 1\n"
     drafts.close()
     assert state(user) == before
+
+
+def test_a_kernel_that_is_being_edited_is_left_out(
+    user: Git,  # noqa: F811
+    ledger: Ledger,
+) -> None:
+    (user.root / "harness" / "judge.py").write_text(FILES["harness/judge.py"])
+    said: list[str] = []
+    drafts = Drafts.open(ledger, said.append, user.root)
+    assert said[0].endswith(", without what was edited: optimized/swiglu.py")
+    assert drafts.root is not None
+    assert (drafts.root / "optimized" / "swiglu.py").read_text() == FILES["optimized/swiglu.py"]
+    drafts.close()
+    (user.root / "optimized" / "domain.py").write_text("the judge imports it\n")
+    assert Drafts.open(ledger, said.append, user.root).root is None
+    assert said[1].endswith(": optimized/domain.py")
 
 
 def test_a_candidate_in_the_place_of_what_the_judge_imports_is_refused(
