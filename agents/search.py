@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agents.claude import words
+from agents.claude import options, words
 from agents.history import History
 from agents.mcp_link import MCP
 from harness.errors import UserError
@@ -76,8 +76,11 @@ def add(p: argparse.ArgumentParser) -> None:
 
 
 def check(a: argparse.Namespace) -> None:
+    """UserError for what cannot work."""
     if a.plateau is not None and a.plateau < 1:
         raise UserError(f"--plateau is {a.plateau}; give at least 1")
+    if a.plateau is not None and a.resume is None and not options.writes_code(a):
+        raise UserError(f"--plateau counts a model's rounds; {options.TO_ASK}, or leave it out")
     if a.floor_share is not None and not 0 < a.floor_share <= 1:
         raise UserError(f"--floor-share is {a.floor_share:g}; give a share above 0, at most 1")
 
@@ -94,11 +97,11 @@ def recorded(a: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def recall(a: argparse.Namespace, options: dict[str, Any]) -> None:
+def recall(a: argparse.Namespace, known: dict[str, Any]) -> None:
     """A continued run goes on with its limits, or with those that are given now."""
     for name in ("plateau", "floor_share"):
         if getattr(a, name) is None:
-            setattr(a, name, options.get(name))
+            setattr(a, name, known.get(name))
 
 
 def ending(

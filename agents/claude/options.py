@@ -18,6 +18,7 @@ EFFORTS = "low", "medium", "high", "xhigh", "max"
 FLAGS = "llm_model", "effort", "candidates", "budget_usd", "budget_tokens"
 FIXED = "llm_model", "effort", "candidates"  # for a whole run
 CANDIDATES = 3
+TO_ASK = "give --proposer claude, or auto with --budget-usd"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +67,14 @@ def check(a: argparse.Namespace) -> None:
             raise UserError(f"--{name} is {getattr(a, flag):g}; give a number above 0")
     if a.candidates is not None and a.candidates < 1:
         raise UserError(f"--candidates is {a.candidates}; give at least 1")
-    if a.proposer is not None and a.proposer.startswith(REPLAY):
+    proposer = a.proposer or ""
+    replayed = proposer.startswith(REPLAY)
+    if a.candidates is not None and a.resume is None and not (asks(a) or replayed):
+        raise UserError(f"--candidates is of a model's rounds; {TO_ASK}, or leave it out")
+    if replayed:
         if a.candidates is not None:
             raise UserError("a record says how many candidates a round has; leave --candidates out")
-        file = Path(a.proposer.removeprefix(REPLAY))
+        file = Path(proposer.removeprefix(REPLAY))
         if not file.is_file():
             raise UserError(f"no trajectory at {file}; a run with a model leaves one in its agent/")
         a.proposer = f"{REPLAY}{file.resolve()}"

@@ -56,6 +56,16 @@ BAD = {
     "below-0": (("--budget-tokens", "-5"), {}, "--budget-tokens is -5; give a number above 0"),
     "candidates": (("--candidates", "0"), {}, "--candidates is 0; give at least 1"),
     "plateau": (("--plateau", "0"), {}, "--plateau is 0; give at least 1"),
+    "no-model": (
+        ("--proposer", "catalog", "--plateau", "2"),
+        {},
+        "--plateau counts a model's rounds; give --proposer claude, or auto with --budget-usd",
+    ),
+    "no-rounds": (
+        ("--proposer", "auto", "--candidates", "2"),
+        {},
+        "--candidates is of a model's rounds; give --proposer claude, or auto with --budget-usd",
+    ),
     "floor": (("--floor-share", "90"), {}, "--floor-share is 90; give a share above 0, at most 1"),
     "replayed": (
         ("--proposer", f"replay:{__file__}", "--candidates", "2"),
