@@ -155,7 +155,8 @@ class Profiler:
         if helper is None or helper.stdin is None or helper.stdout is None:
             raise ValueError(self.absent or "the process that runs ncu was not begun")
         try:
-            helper.stdin.write(json.dumps({"model": model, "device": self.device}) + "\n")
+            place = str(Path(model).resolve()) if model.endswith(".py") else model
+            helper.stdin.write(json.dumps({"model": place, "device": self.device}) + "\n")
             helper.stdin.flush()
             told = json.loads(helper.stdout.readline())
         except (OSError, ValueError) as error:

@@ -50,6 +50,7 @@ def test_a_coding_agent_writes_submits_and_hears_the_decision(tmp_path: Path) ->
         _, (said["honest"],) = await agent.call("submit", file="honest.py", hypothesis="fewer")
         error, (said["over"],) = await agent.call("give_up", reason="nothing is left")
         assert not error
+        assert any("s " in note for note in agent.heard)  # a call took five seconds, and told
 
     words = SERVER, "--resume", str(directory), *LIMITS
     connected(leaves, *words, log=tmp_path / "log", **more)
