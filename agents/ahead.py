@@ -46,9 +46,8 @@ class Ahead:
             (s.proposal.change, None if s.proposal.backend == UNKNOWN else s.proposal.backend, seed)
             for seed, s in enumerate(suggestions, start=first)
         ]
-        for suggestion, (verdict, seconds) in zip(
-            suggestions, self.gate().verdicts(asked), strict=True
-        ):
+        found = self.gate().verdicts(asked, session.progress.part)
+        for suggestion, (verdict, seconds) in zip(suggestions, found, strict=True):
             self.known[key(suggestion)] = Beforehand(verdict=verdict, seconds=seconds)
 
 

@@ -111,7 +111,7 @@ class Rounds:
             else:
                 wanted[one.file] = evaluation
         seeds = {one.file: one.seed for one in asked}
-        made = many(self.session.executor, list(wanted.values()))
+        made = many(self.session.executor, list(wanted.values()), self.session.progress.part)
         for file, found in zip(wanted, made, strict=True):
             yield Evaluated(
                 file=file,

@@ -16,6 +16,7 @@ from agents.pulse import Pulse
 from harness import cli
 from harness.errors import ExitCode, UserError
 from harness.ledger import Ledger
+from harness.policy import Policy, add_options, allowed
 from harness.records import SCHEMA
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
         help="run no change here before a sandboxed verdict; refuse if a protection is missing",
     )
     p.add_argument("--seed", type=int, default=0, help="seed of weights, inputs and cases")
+    add_options(p)
     options.add(p)
     search.add(p)
     workers.add(p)
@@ -161,6 +163,7 @@ def recall(a: argparse.Namespace, ledger: Ledger) -> None:
         setattr(a, name, run[name])
     known = run.get("options") or {}
     a.require_sandbox |= bool(known.get("require_sandbox"))
+    a.allow_added += known.get("allows", [])
     options.recall(a, known)
     search.recall(a, known)
     workers.recall(a, known)
@@ -189,6 +192,7 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
     require_known(a.proposer)
     limits = options.of(a)
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
+    workload.policy = Policy.allowing(allowed(a))
     workload.target(a.target)
     require_compiler()
     minutes = a.budget_minutes or DEFAULT_MINUTES[workload.device.type]
@@ -197,6 +201,7 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
         print(summary)
         return ExitCode.DONE
     storage.require_reachable(a)
+    workers.devices(a, workload.device.type)  # refuses more than there are cards
     workload.require_memory(*{workload.target(t) for t in (a.target, *DEFAULTS.values())})
     new, standing = ledger is None, ""
     if ledger is None:
@@ -306,6 +311,7 @@ def start(a: argparse.Namespace, workload: "Workload", begun: "Begun | None") ->
                 "budget_minutes": a.budget_minutes,
                 **({"plan": begun.name} if begun else {}),
                 **({"require_sandbox": True} if a.require_sandbox else {}),
+                **({"allows": allowed(a)} if allowed(a) else {}),
                 **search.recorded(a),
                 **workers.recorded(a),
                 **storage.recorded(a),

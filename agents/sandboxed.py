@@ -106,10 +106,12 @@ class Gate:
         return verdict
 
     def verdicts(
-        self, changes: Sequence[tuple[str, str | None, int]]
+        self,
+        changes: Sequence[tuple[str, str | None, int]],
+        tell: Callable[[str], None] = lambda text: None,
     ) -> list[tuple[Verdict, float]]:
         """On workers, which there must be: of each change with its backend and seed, as `verdict`
-        says, and the seconds that it took."""
+        says, and the seconds that it took; `tell` hears when one is done."""
         assert self.executor is not None
         workload = self.bench.workload
         asked = [
@@ -117,7 +119,7 @@ class Gate:
             for change, backend, seed in changes
         ]
         done = []
-        for found in many(self.executor, asked):
+        for found in many(self.executor, asked, tell):
             if found.losses:
                 self.ledger.append(LOST, {"change": found.change, "losses": list(found.losses)})
                 self.say(f"a worker was lost, another did its work: {'; '.join(found.losses)}")

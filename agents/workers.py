@@ -35,8 +35,8 @@ def add(p: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="how many; default on this machine none beside the run itself, on a cluster one for "
-        "each free GPU, or CPU slot if the run is on a CPU",
+        help="how many; default none beside the run itself, with --executor local one for each "
+        "card, with ray one for each free GPU, or CPU slot if the run is on a CPU",
     )
     group.add_argument(
         "--ray-address", metavar="HOST:PORT", help=f"the cluster's; default {ray.ADDRESS}, or auto"
@@ -76,9 +76,12 @@ def require_ray(a: argparse.Namespace) -> None:
         raise UserError("--ray-address needs --executor ray; give both, or leave it out")
 
 
-def several(a: argparse.Namespace) -> bool:
-    """Whether there are workers beside the run's own process."""
-    return a.executor == RAY or (a.workers or 1) > 1
+def devices(a: argparse.Namespace, kind: str) -> list[str]:
+    """Of this machine's workers, none of which are beside the run's own process if one would do."""
+    if a.executor is None and a.workers is None:
+        return []
+    found = local.devices(kind, a.workers)
+    return found if len(found) > 1 else []
 
 
 def opened(
@@ -88,19 +91,20 @@ def opened(
 
     Call it before the process gives up its rights, and before anything is timed.
     """
-    if not several(a):
+    kind = workload.device.type
+    here = devices(a, kind) if a.executor != RAY else []
+    if a.executor != RAY and not here:
         return None
     from harness.environment import device_name
     from harness.evaluation import describe, evaluator
 
     progress.stage("starting workers")
-    kind = workload.device.type
     start = partial(evaluator, kind, device_name(workload.device))
     executor: Executor
     if a.executor == RAY:
         executor = Ray(start, ray.address_of(a.ray_address), kind, a.workers)
     else:
-        executor = Local(start, local.devices(kind, a.workers))
+        executor = Local(start, here)
     try:
         executor.await_ready()
     except BaseException:

@@ -9,7 +9,7 @@ import functools
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +20,7 @@ from harness.bench_jobs import calls_of
 from harness.environment import device_name
 from harness.errors import SelfTestError, UserError
 from harness.executors.base import Done, Executor, Job, Place
+from harness.policy import Policy
 from harness.records import Paired, Record, Verdict
 from harness.region_bench import Found, RegionBench
 from harness.sandbox import Sandbox
@@ -43,6 +44,7 @@ class Evaluation(Record):
     case_seed: int = 0  # of the verdict's cases
     targets: tuple[str, ...] = TARGETS  # the first of these steps that calls the region is timed
     timed: bool = True  # if it passed
+    allows: tuple[str, ...] = ()  # beyond the default policy
     required: bool = False  # UserError where a protection of the sandbox is missing
     model_sha256: str | None = None  # of a model file, which must be the same for every worker
 
@@ -50,7 +52,7 @@ class Evaluation(Record):
     def key(self) -> str:
         """What a worker prepares for it."""
         told = self.model, self.preset, self.device, str(self.seed), *self.targets
-        return " ".join((*told, "required" if self.required else ""))
+        return " ".join((*told, *self.allows, "required" if self.required else ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,7 @@ class Evaluator:
 def make_bench(asked: Evaluation) -> RegionBench:
     """The model built and its sandbox opened; UserError for what the user got wrong."""
     workload = Workload.load(asked.model, asked.preset, asked.device, asked.seed)
+    workload.policy = Policy.allowing(asked.allows)
     if asked.model_sha256 != sha256_of(asked.model):
         raise UserError(
             f"{asked.model} on {platform.node()} is another model file than this run's; copy the "
@@ -157,11 +160,19 @@ def evaluate(asked: Evaluation, worker: Benches) -> tuple[Found, float]:
     return found, time.monotonic() - started
 
 
-def many(executor: Executor, evaluations: Sequence[Evaluation]) -> list[Evaluated]:
-    """All of them, in the order asked. A candidate that ends its worker three times, or breaks it,
-    has a `failure`; UserError and SelfTestError for what keeps any from being judged."""
+def many(
+    executor: Executor,
+    evaluations: Sequence[Evaluation],
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Evaluated]:
+    """All of them, in the order asked; `tell` hears in words when one is done. A candidate that
+    ends its worker three times, or breaks it, has a `failure`; UserError and SelfTestError for what
+    keeps any from being judged."""
     jobs = [job_of(asked) for asked in evaluations]
-    done = {d.job: d for d in executor.run(jobs)}
+    done: dict[Job, Done] = {}
+    for one in executor.run(jobs):
+        done[one.job] = one
+        tell(f"{len(done)} of {len(jobs)} candidates judged at region level")
     return [evaluated(asked, done[job]) for asked, job in zip(evaluations, jobs, strict=True)]
 
 

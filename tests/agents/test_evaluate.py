@@ -66,8 +66,7 @@ def test_bad_flags_are_one_line(
 
 def test_a_continued_run_has_workers_as_before_or_as_is_said_now() -> None:
     a = words("--workers", "3")
-    assert workers.recorded(a) == {"workers": 3} and workers.several(a)
-    assert not workers.several(words()) and not workers.several(words("--workers", "1"))
+    assert workers.recorded(a) == {"workers": 3}
     resumed = run.parser().parse_args(["--resume", "x"])
     workers.recall(resumed, {"workers": 3})
     assert (resumed.executor, resumed.workers) == (None, 3)
@@ -77,6 +76,21 @@ def test_a_continued_run_has_workers_as_before_or_as_is_said_now() -> None:
     wrong = run.parser().parse_args(["--resume", "x", "--ray-address", "127.0.0.1:1"])
     with pytest.raises(UserError, match="--ray-address needs --executor ray"):
         workers.recall(wrong, {})
+
+
+def test_workers_are_beside_the_run_if_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+
+    def devices(kind: str, *given: str) -> list[str]:
+        return workers.devices(words(*given), kind)
+
+    assert devices("cpu") == devices("cpu", "--workers", "1") == []
+    assert devices("cpu", "--executor", "local") == devices("cuda") == []
+    assert devices("cpu", "--workers", "2") == ["cpu", "cpu"]
+    assert devices("cuda", "--executor", "local") == ["4", "5", "6"]
+    assert devices("cuda", "--workers", "2") == ["5", "6"]
+    with pytest.raises(UserError, match="4 workers need 4 cards, 3 are visible here"):
+        devices("cuda", "--workers", "4")
 
 
 @pytest.mark.slow
