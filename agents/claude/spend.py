@@ -4,7 +4,7 @@ A budget is hard: before each request its largest possible cost is worked out (a
 is at most one token, an answer at most `max_tokens`), and what does not fit is not asked.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from harness.errors import UserError
@@ -64,6 +64,14 @@ class Spent(Record):
     def __sub__(self, other: "Spent") -> "Spent":
         names = "input", "output", "cache_write", "cache_read"
         return replace(self, **{n: getattr(self, n) - getattr(other, n) for n in names})
+
+    def shares(self, count: int) -> list["Spent"]:
+        """In `count` equal parts; the first ones get what is left over."""
+        parts = []
+        for index in range(count):
+            own = {f.name: getattr(self, f.name) for f in fields(self)}
+            parts.append(Spent(**{n: v // count + (index < v % count) for n, v in own.items()}))
+        return parts
 
     @property
     def tokens(self) -> int:

@@ -1,6 +1,9 @@
 """Proposes what a language model writes. It works through tools (`agents.claude.desk`) until it has
 submitted a round of change files, which are tried as any foreign ones: after sandboxed verdicts."""
 
+import itertools
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +94,8 @@ class Claude:
         if found is None:
             self.finished(self.talk)
             return []
-        for event in self.talk.said.pending:
-            self.charge(event["file"], Spent.from_json(event["spent"]))
+        for spent, events in itertools.groupby(self.talk.said.pending, itemgetter("spent")):
+            self.charge([event["file"] for event in events], Spent.from_json(spent))
         return self.rounds.suggestions(found, context)
 
     def account(self, talk: Talk) -> None:
@@ -106,25 +109,27 @@ class Claude:
     def finished(self, talk: Talk) -> None:
         self.desk.session.progress.done(f"the model's work ended: {talk.said.ended}")
 
-    def charge(self, file: str | None, spent: Spent) -> None:
-        """Record what an attempt cost until it was submitted, once; None: what was spent since."""
-        ledger, before = self.desk.ledger, Spent()
+    def charge(self, files: Sequence[str | None], spent: Spent) -> None:
+        """Record what attempts cost that one answer submitted, once, each with its share of what
+        was spent until then; None: what was spent since the last."""
+        ledger, before, known = self.desk.ledger, Spent(), set()
         for event in ledger.events():
             if event.kind == SPENT:
                 before = Spent.from_json(event.data["total"])
-                if file is not None and event.data["file"] == file:
-                    return
-        own = spent - before
-        if file is None and not own.tokens:
-            return
+                known.add(event.data["file"])
+        left = [file for file in files if file is None or file not in known]
         price = None if self.purse is None else self.purse.price
-        usd = None if price is None else round(own.usd(price), 6)
-        data = {"file": file, "spent": own.to_json(), "usd": usd, "total": spent.to_json()}
-        ledger.append(SPENT, data)
+        for file, own in zip(left, (spent - before).shares(len(left)), strict=True):
+            if file is None and not own.tokens:
+                continue
+            before += own
+            usd = None if price is None else round(own.usd(price), 6)
+            data = {"file": file, "spent": own.to_json(), "usd": usd, "total": before.to_json()}
+            ledger.append(SPENT, data)
 
     def close(self) -> None:
         if self.talk is not None:
-            self.charge(None, self.talk.said.spent)
+            self.charge([None], self.talk.said.spent)
         self.desk.close()
         if self.line is not None:
             self.line.close()

@@ -4,7 +4,7 @@ done as a model's are (`agents.claude.talk`); what it submits is tried as any fo
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class Mcp(Claude):
         assert self.link is not None
         self.link.tell(result=call.id, text=event["text"], error=event["error"])
 
-    def charge(self, file: str | None, spent: Spent) -> None:
+    def charge(self, files: Sequence[str | None], spent: Spent) -> None:
         """What an agent costs is not known here."""
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 record, the tools run anew, and what they now say otherwise is reported."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Replay(Claude):
         """As in the run that the record is of."""
         return self.most
 
-    def charge(self, file: str | None, spent: Spent) -> None:
+    def charge(self, files: Sequence[str | None], spent: Spent) -> None:
         """A replay costs nothing."""
 
     def ask(self, request: dict[str, Any], patience_s: float) -> dict[str, Any] | None:

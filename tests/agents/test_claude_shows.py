@@ -141,7 +141,7 @@ def test_killed_at_every_stage_it_ends_in_the_same_state_and_nothing_is_paid_twi
     done = [e["id"] for e in trajectory(shown.run) if e["kind"] == "result"]
     assert len(done) == len(set(done)) == 10
     run = Run.load(shown.run)
-    assert [s.tokens.output for s in run.spending] == [100, 0, 50, 50]
+    assert [s.tokens.output for s in run.spending] == [50, 50, 50, 50]
     assert run.closing_verdict is not None and run.closing_verdict.passed
     assert json.loads((shown.run / "summary.json").read_text())["spent"]["output"] == 200
 

@@ -10,8 +10,11 @@ import pytest
 from agents import search
 from agents.budget import Budget
 from agents.claude.desk import Desk
+from agents.claude.options import MODEL, Options
+from agents.claude.spend import Spent
 from agents.loop import Loop
 from agents.progress import Progress
+from agents.proposers.claude import SPENT, Claude
 from agents.rounds import Rounds
 from agents.session import Session
 from harness.environment import device_name
@@ -102,6 +105,22 @@ def test_a_plateau_ends_the_search_before_anything_more_is_proposed(loop: Loop) 
     stop = loop.search()
     assert stop is not None and stop.reason == "plateau"
     assert loop.ledger.last("proposals") is None
+
+
+def test_what_one_answer_submitted_shares_its_cost_and_is_charged_once(loop: Loop) -> None:
+    options = Options(model=MODEL, effort=None, budget_usd=1.0, budget_tokens=None)
+    claude = Claude(Desk(loop.session, loop.open_gate), options)
+    for _ in range(2):  # as in a continued run
+        claude.charge(["a.py", "b.py"], Spent(input=201, output=100))
+    claude.charge(["c.py"], Spent(input=301, output=150))
+    claude.charge([None], Spent(input=301, output=150))
+    claude.charge([None], Spent(input=311, output=151))
+    found = [e.data for e in loop.ledger.events() if e.kind == SPENT]
+    assert [(d["file"], d["spent"]["input"], d["spent"]["output"]) for d in found] == [
+        ("a.py", 101, 50), ("b.py", 100, 50), ("c.py", 100, 50), (None, 10, 1)
+    ]  # fmt: skip
+    assert found[-1]["total"]["input"] == 311
+    assert found[1]["usd"] == pytest.approx((100 * 4 + 50 * 20) / 1e6)
 
 
 @pytest.mark.slow
