@@ -1,7 +1,11 @@
 """Certificates of a run: one for each kept change, in the ledger and in its bundle, prs/NN-slug."""
 
-from collections.abc import Iterable, Sequence
+import functools
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from agents.grounds import ground_of, modules_of
@@ -13,12 +17,13 @@ from harness.certify import certificate
 from harness.ledger import Ledger
 from harness.records import Attempt, Environment
 from harness.workload import Workload
-from reports.pr_bundle import bundles
+from reports.pr_bundle import Kept, bundles, kept_changes
 from reports.pr_page import write
 from reports.pr_record import COMMITTED, COMPILED, GROUND, Compiled, compiled
 from reports.run import Run
 
 EVENT = "certificate"
+AT_ONCE = 8  # changes whose kernels are compiled at a time
 
 
 def certify(
@@ -104,24 +109,40 @@ def _certify(
     )
     ground = ground_of(attempt, made, [line.name for line in started])
     ledger.append(GROUND, ground)
-    commit = None
     if ground.files and ground.commit is not None:
         bundle = bundles(Run.load(ledger.directory))[-1]
-        committed = commit_files(ROOT, ledger.directory, bundle)
-        ledger.append(COMMITTED, committed)
-        commit = committed.commit
-    if attempt.backend == "triton":
-        modules = {*modules_of(made), *(Path(path).stem for path in ground.files)}
-        ledger.append(COMPILED, compiled_at(ledger.directory, commit, attempt.index, modules))
+        ledger.append(COMMITTED, commit_files(ROOT, ledger.directory, bundle))
     ledger.append(EVENT, made)  # the last of them: with it, all are there
     write(ledger.directory, only=attempt.index)
     return folder_of(ledger.directory, attempt.index, attempt.name) / NAME
 
 
-def compiled_at(run: Path, commit: str | None, index: int, modules: Iterable[str]) -> Compiled:
-    """What the kernels of these files of optimized/ take: as they are in a commit of the run's
-    repository, or here."""
+def compile_kept(ledger: Ledger) -> None:
+    """What the kept changes' Triton kernels take on each target, for those of which it isn't known:
+    into the ledger and the bundles. Compiles as many changes at once as there are processors, up to
+    eight, so it comes after everything that is timed."""
+    done = {c.index for c in ledger.all(COMPILED, Compiled)}
+    left = [
+        change
+        for change in kept_changes(ledger)
+        if change.attempt.backend == "triton"
+        and change.certificate is not None
+        and change.attempt.index not in done
+    ]
+    if not left:
+        return
+    with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
+        for found in pool.map(functools.partial(_compiled, ledger.directory, Lock()), left):
+            ledger.append(COMPILED, found)
+            write(ledger.directory, only=found.index)
+
+
+def _compiled(run: Path, worktrees: Lock, change: Kept) -> Compiled:
+    """With its files as they are in a commit of the run's repository, or as they are here."""
+    assert change.certificate is not None
+    modules = {*modules_of(change.certificate), *(Path(p).stem for p in change.ground.files)}
+    commit = None if change.committed is None else change.committed.commit
     if commit is None:
-        return compiled(index, modules)
-    with Workspace.open(ROOT, run).judged(commit) as tree:
-        return compiled(index, modules, tree)
+        return compiled(change.attempt.index, modules)
+    with worktrees, Workspace.open(ROOT, run).judged(commit) as tree:
+        return compiled(change.attempt.index, modules, tree)

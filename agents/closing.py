@@ -1,9 +1,11 @@
-"""How a run ends: the closing trace, verdict and times of the model as it stands."""
+"""How a run ends: the closing trace, verdict and times of the model as it stands, and what its
+kernels take elsewhere."""
 
 from typing import Any
 
 import torch
 
+from agents.certificates import compile_kept
 from agents.session import LAYERS_PER_KIND, Session
 from harness import judge
 from harness.errors import UserError
@@ -33,6 +35,9 @@ def finish(session: Session) -> None:
                 session.progress.done(f"the result's audit failed: {audit.reason}", "red")
         final |= {"other_targets": time_other_targets(session), "floors_us": session.floors_us()}
         session.ledger.append("final", final)
+    if session.history.kept:
+        session.progress.stage("compiling the kept kernels for each target, without a GPU")
+        compile_kept(session.ledger)
 
 
 def judge_result(session: Session) -> None:

@@ -1,11 +1,12 @@
 """A run's certificates: written when a change is kept, the same bytes from the ledger."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 
-from agents.certificates import EVENT, certify, restore
+from agents.certificates import EVENT, certify, compile_kept, restore
 from agents.grounds import ground_of
 from agents.stack import enabled, plan_for, stack
 from harness.bisect import read_run
@@ -18,7 +19,7 @@ from harness.workload import Workload
 from optimized.catalog import changes
 from optimized.plan import Plan
 from optimized.plan_text import place
-from reports.pr_record import COMMITTED, GROUND, Ground
+from reports.pr_record import COMMITTED, COMPILED, GROUND, Compiled, Ground
 from tests.agents.bundle_run import TIMED, main
 
 TOY = str(Path(__file__).with_name("toy_model.py"))
@@ -85,6 +86,31 @@ def test_what_other_files_judged_is_not_certified(run, tmp_path):
         + ledger.all("attempt", Attempt)[1].name
     )
     assert list(files(cut)) == ["03-again-3"]
+
+
+def test_kernels_are_compiled_for_every_target_once_all_is_timed(run, tmp_path, monkeypatch):
+    """Of the kept changes that have some, each once, and shown in their bundles."""
+    ledger, _ = run
+    shutil.copytree(ledger.directory, tmp_path / "run", symlinks=True)
+    (tmp_path / "run" / ledger.path.name).unlink()
+    shutil.rmtree(tmp_path / "run" / "prs")
+    end = Ledger.create(tmp_path / "run")
+    for event in ledger.events():
+        triton = {"backend": "triton"} if event.kind == "attempt" else {}
+        end.append(event.kind, event.data | triton)
+    asked = []
+
+    def compiling(index, modules, root=None):
+        asked.append((index, "again_3" in modules, root is not None))
+        return Compiled(index=index, kernels=(), absent=f"no kernel in {index}")
+
+    monkeypatch.setattr("agents.certificates.compiled", compiling)
+    for _ in range(2):
+        compile_kept(end)
+    assert sorted(asked) == [(3, True, True), (4, False, True)]
+    assert [c.index for c in end.all(COMPILED, Compiled)] == [3, 4]
+    page = (end.directory / "prs" / "04-again-4" / "PR.md").read_text()
+    assert "no kernel in 4" in page
 
 
 def test_what_a_plan_enables_has_the_domain(run):
