@@ -4,6 +4,8 @@ import argparse
 import functools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -24,6 +26,7 @@ from harness.workload import Workload
 from reports.render import facts
 from reports.run import Run
 from tests.agents.test_sandboxed import HARNESS, RUN
+from tests.layout import ROOT
 
 TOY = HARNESS / "toy_model.py"
 CHEATS = HARNESS / "cheats"
@@ -62,6 +65,21 @@ def test_bad_flags_are_one_line(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match=says):
         words(*given)
+
+
+def test_flags_are_checked_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from agents import run\n"
+        "a = run.words(['--target', 'decode-bs1', *sys.argv[1:]])\n"
+        "print(a.workers, a.storage)\n"
+    )
+    given = ["--workers", "2", "--storage", f"sqlite:///{tmp_path}/studies.db"]
+    command = [sys.executable, "-c", code, *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"2 {given[3]}\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_continued_run_has_workers_as_before_or_as_is_said_now() -> None:
