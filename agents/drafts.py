@@ -40,10 +40,13 @@ class Drafts:
             others = differing(work, root)
         except UserError as error:
             say(f"candidates have no worktrees: {error}")
-            ledger.append(EVENT, {"commit": None, "others": [], "absent": str(error)})
+            ledger.append(
+                EVENT, {"commit": None, "others": [], "judging": [], "absent": str(error)}
+            )
             return cls(None, None, stack)
-        ledger.append(EVENT, {"commit": work.base, "others": others, "absent": None})
         judging = [path for path in others if path in work.locked or not inside(path)]
+        told = {"commit": work.base, "others": others, "judging": judging, "absent": None}
+        ledger.append(EVENT, told)
         if judging:
             say(
                 "candidates are judged by the files as they are; not as in commit "

@@ -188,6 +188,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
         rows.append(("Candidates judged first in a sandbox", describe(run.protections)))
     if run.own_process:
         rows.append(("The run's own process, which times them", describe_own(run.own_process)))
+    if run.workspace is not None:
+        rows.append(("A model's candidates judged by", rounds.judged_by(run.workspace)))
     if judges := run.workers or rounds.workers(run):
         lost = "".join(f"; lost at {how}" for how in (*rounds.losses(run), *run.lost))
         rows.append(("Candidates' regions judged by", f"{', '.join(judges)}{lost}"))

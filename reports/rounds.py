@@ -75,3 +75,13 @@ def workers(run: "Run") -> list[str]:
 def losses(run: "Run") -> list[str]:
     """Workers that ended at a candidate, which another then judged."""
     return [f"{Path(e.file).name}: {how}" for e in run.evaluated for how in e.losses]
+
+
+def judged_by(workspace: dict[str, Any]) -> str:
+    """Whose oracle and judge a model's candidates met, from the ledger's event."""
+    if workspace["absent"] is not None:
+        return f"the files as they were: {workspace['absent']}"
+    if workspace["judging"]:
+        names = ", ".join(workspace["judging"])
+        return f"the files as they were; not as in commit {workspace['commit']}: {names}"
+    return f"a checkout of commit {workspace['commit']}, each in a worktree of its own"

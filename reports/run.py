@@ -70,6 +70,7 @@ class Run:
     spending: list[Spending] = field(default_factory=list)  # of a language model, if one took part
     rounds: list[list[str]] = field(default_factory=list)  # its change files, by round
     evaluated: list[Evaluated] = field(default_factory=list)  # and what their regions came to
+    workspace: dict[str, Any] | None = None  # what they were judged by
     # "done", "budget", "plateau", "floor" or "interrupted"; None: not stopped by itself
     stopped: str | None = None
     stopped_why: str | None = None
@@ -292,6 +293,10 @@ def _round(run: Run, data: dict[str, Any]) -> None:
     run.rounds.append(list(data["files"]))
 
 
+def _workspace(run: Run, data: dict[str, Any]) -> None:
+    run.workspace = data
+
+
 def _evaluated(run: Run, data: dict[str, Any]) -> None:
     run.evaluated.append(Evaluated.of(data))
 
@@ -330,6 +335,7 @@ _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
     "agent_spent": _spent,
     "round": _round,
     "evaluated": _evaluated,
+    "workspace": _workspace,
     "stopped": _stopped,
     "resumed": _resumed,
 }

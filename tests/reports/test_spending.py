@@ -106,6 +106,20 @@ def test_a_round_shows_what_each_candidate_came_to(cpu_run: Path) -> None:
     assert "not decided" in page(Run.load(cpu_run))
 
 
+BY = {
+    "a checkout of commit abc, each in a worktree of its own": {},
+    "the files as they were; not as in commit abc: harness/x.py": {"judging": ["harness/x.py"]},
+    "the files as they were: no git": {"absent": "no git"},
+}
+
+
+@pytest.mark.parametrize("words", BY)
+def test_what_candidates_were_judged_by_is_said(words: str, cpu_run: Path) -> None:
+    event = {"commit": "abc", "others": [], "judging": [], "absent": None, **BY[words]}
+    Ledger.open(cpu_run).append("workspace", event)
+    assert f"| A model's candidates judged by | {words} |" in markdown(Run.load(cpu_run))
+
+
 ENDS = {
     "plateau": ("3 rounds in a row kept nothing", "The search ended at a plateau: 3 rounds in a"),
     "floor": ("it needs 90 of 95 us", "The search ended near the floor: it needs 90 of 95 us."),
