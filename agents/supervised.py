@@ -52,9 +52,16 @@ class Supervisor:
         self.insisted = False
         self.fruitless = 0  # lives in a row that died without a change kept or rejected
         self.seen = 0  # events in the ledger when this life began
+        self.working = False  # this is the run's process
 
     def run(self) -> int:
         """The exit code. UserError where the run's process dies and nothing can be done."""
+        code = self.supervise()
+        if not self.working and code in ENDED and self.directory is not None:
+            self.compare(self.directory)
+        return code
+
+    def supervise(self) -> int:
         taken = take_signals()
         try:
             while True:
@@ -62,6 +69,7 @@ class Supervisor:
                 life = begin(taken)
                 if isinstance(life, Pulse):
                     taken = set()  # the new process has them back
+                    self.working = True
                     return self.live(life)
                 reason = self.watch(life, taken)
                 code = self.end_of(life) if reason is None else None
@@ -231,6 +239,19 @@ class Supervisor:
             write_reports(self.directory)
         except Exception:  # noqa: BLE001 - it must not hide how the run ended
             traceback.print_exc()
+
+    def compare(self, directory: Path) -> None:
+        """Execute the notebooks of what was kept: here, for the run's process may have given up the
+        sockets that their kernels need."""
+        from reports.pr_notebook import after_run
+
+        try:
+            said = after_run(directory)
+        except Exception:  # noqa: BLE001 - it must not hide how the run ended
+            traceback.print_exc()
+        else:
+            if said is not None:
+                self.say(said, "dim")
 
     def say(self, text: str, style: str) -> None:
         from agents.progress import Progress

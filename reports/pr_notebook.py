@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.certificate import GENERATED, NAME, ROOT, Certificate, folder_of, place_of
+from harness.certificate import FOLDER, GENERATED, NAME, ROOT, Certificate, folder_of, place_of
+from harness.errors import UserError
 from harness.ledger import Ledger
 from harness.records import Attempt
-from reports import notebook
+from reports import notebook, text
 from reports.run import Run
 
 NOTEBOOK = "compare_change"
@@ -35,6 +36,28 @@ def write(folders: Iterable[Path]) -> list[Path]:
         else:
             print(f"{folder}: no {COMPARISON}: its run recorded no {NAME}", file=sys.stderr)
     return written
+
+
+def after_run(run_dir: Path) -> str | None:
+    """Execute what the bundles of a run lack by now; a line on what came of it, if any did."""
+    folders = [path.parent for path in sorted((run_dir / FOLDER).glob(f"*/{NAME}"))]
+    lacking = [folder for folder in folders if not _is_current(folder)]
+    if not lacking:
+        return None
+    requests = text.count(len(lacking), "pull request")
+    try:
+        write(lacking)
+    except UserError as error:
+        return (
+            f"{COMPARISON} is left out of {requests}: {error}; then: "
+            f"python -m reports pr {run_dir} --notebooks"
+        )
+    return f"{COMPARISON} is in {requests}"
+
+
+def _is_current(folder: Path) -> bool:
+    made = folder / COMPARISON
+    return made.is_file() and made.stat().st_mtime >= (folder / NAME).stat().st_mtime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +86,12 @@ def reference(made: Certificate) -> Source:
         path = ROOT / file
         if not path.is_file():
             continue
-        text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
+        code = path.read_text()
+        for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ClassDef) and _is_of(made.region, node):
                 return Source(
                     where=file,
-                    text=ast.get_source_segment(text, node) or "",
+                    text=ast.get_source_segment(code, node) or "",
                     note=_changed_since(path, digest),
                 )
     return Source(where=made.region, text="its class is in no file of this repository")

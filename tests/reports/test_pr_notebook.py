@@ -1,7 +1,11 @@
 """compare.ipynb of a bundle: what the run recorded, executed where the bundle lies."""
 
 import hashlib
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import pytest
 from harness.certificate import GENERATED, NAME, Applied, Certificate, Hashes, Promise
 from harness.ledger import Ledger
 from harness.records import Latency
-from reports import pr_notebook
+from reports import notebook, pr_notebook
 from reports.__main__ import main
 from tests.layout import ROOT
 from tests.reports.conftest import CPU, paired, verdict
@@ -121,6 +125,61 @@ def test_sources_say_what_changed_since(bundle: Path, made: Certificate) -> None
     found = pr_notebook.sources(elsewhere, bundle)
     assert found["no_such"] == "its class is in no file of this repository"
     assert re.search(r"git am change.patch brings it", found["/gone/my.py"])
+
+
+def test_a_run_says_what_is_made_and_what_is_left_out(
+    bundle: Path, cpu_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    def write(folders: Iterable[Path]) -> None:
+        made.extend(folders)
+        (bundle / "compare.ipynb").write_text("{}")
+
+    with monkeypatch.context() as nothing:
+        nothing.setattr(notebook, "LIBRARIES", ("no_such_library",))
+        said = pr_notebook.after_run(cpu_run)
+    assert said is not None
+    assert said.startswith(
+        "compare.ipynb is left out of 1 pull request: executing a notebook needs"
+    )
+    assert said.endswith(f"then: python -m reports pr {cpu_run} --notebooks")
+    monkeypatch.setattr(pr_notebook, "write", write)
+    assert pr_notebook.after_run(cpu_run) == "compare.ipynb is in 1 pull request"
+    assert made == [bundle]
+    assert pr_notebook.after_run(cpu_run) is None  # a continued run makes what is new
+    os.utime(bundle / "compare.ipynb", (0, 0))
+    assert pr_notebook.after_run(cpu_run) == "compare.ipynb is in 1 pull request"
+
+
+RUN = """
+import os, sys
+from pathlib import Path
+from agents.supervised import Supervisor
+from harness.ledger import Ledger
+from reports import pr_notebook
+
+folder, code, here = Path(sys.argv[1]), int(sys.argv[2]), os.getpid()
+pr_notebook.after_run = lambda run: print("compared", run.name, os.getpid() == here, flush=True)
+
+def work(directory, used_s, pulse):
+    pulse.tell(directory=str(Ledger.create(folder).directory), budget=1.0)
+    Ledger.open(folder).append("stopped", {"reason": "done"})
+    return code
+
+Supervisor(work, None, None).run()
+"""
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, ["compared run True"]), (2, [])])
+def test_a_run_that_came_to_its_end_is_compared_beside_its_process(
+    code: int, said: list[str], tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path / "run"), str(code)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == said, done.stderr
 
 
 def test_a_bundle_out_of_its_run_has_no_attempt(made: Certificate, tmp_path: Path) -> None:
