@@ -133,7 +133,7 @@ def timed(executor: Local, asked: Sequence[Evaluation]) -> tuple[list[Evaluated]
     for done in executor.run([Job(PREPARES, asked[0].key, prepare) for _ in executor.workers]):
         done.value()
     started = time.monotonic()
-    return many(executor, asked), time.monotonic() - started
+    return many(executor, asked, progress), time.monotonic() - started
 
 
 def prepared(asked: Evaluation, worker: Benches) -> None:

@@ -3,12 +3,14 @@
 import contextlib
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from harness import __main__, command_evaluations
 from harness.command_evaluations import Throughput, candidates, possible, sentences, summed, timed
 from harness.errors import UserError
+from harness.evaluation import Evaluated
 from harness.executors.local import CPU, Local
 from harness.workload import Workload
 from optimized.catalog import for_model
@@ -71,9 +73,9 @@ def test_workers_are_timed_once_they_have_the_model(monkeypatch: pytest.MonkeyPa
     seen: list[str] = []
     original = command_evaluations.many
 
-    def noted(executor: Local, wanted: list[object]):
+    def noted(executor: Local, *given: Any) -> list[Evaluated]:
         seen.extend(worker.key for worker in executor.team)
-        return original(executor, wanted)  # type: ignore[arg-type]
+        return original(executor, *given)
 
     monkeypatch.setattr(command_evaluations, "many", noted)
     wanted = [asked("exits"), replace(asked("honest_in_place"), timed=False)]
