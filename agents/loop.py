@@ -24,6 +24,7 @@ from agents.session import Session
 from agents.trial import Outcome, Trial
 from harness.errors import SelfTestError, UserError
 from harness.records import Attempt, Latency, Status
+from harness.spent import collecting
 from optimized.change import Change, nodes
 
 CONTROL_TRIES = 3
@@ -191,7 +192,8 @@ class Loop:
         else:
             try:
                 gated = self.require_sandbox and control is None
-                self.trial.run(suggestion, outcome, gated=gated)
+                with collecting() as outcome.spent_s:
+                    self.trial.run(suggestion, outcome, gated=gated)
             except (UserError, BudgetSpent):
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises is a finding
@@ -260,4 +262,5 @@ class Loop:
             model_verdict=outcome.model_verdict,
             latency=outcome.latency,
             audit=outcome.audit,
+            spent_s={n: round(s, 1) for n, s in outcome.spent_s.items() if ": " not in n},
         )

@@ -14,6 +14,7 @@ from agents.tuner import tune
 from harness import judge
 from harness.domains import judge_with_domain
 from harness.records import Attempt, Audit, Latency, Status, Verdict
+from harness.spent import Seconds, spent
 from optimized.catalog import load_change
 from optimized.change import KnobValue, apply_change, limit, share
 from optimized.inductor import region_source
@@ -32,6 +33,7 @@ class Outcome:
     generated: str | None = None  # what a compiler made of the region, up to its verdict
     failure: str | None = None
     refused: str | None = None  # why it goes no further than its region
+    spent_s: Seconds = field(default_factory=dict)  # by part
     model: nn.Module | None = None
     steps: Steps | None = None
 
@@ -54,14 +56,15 @@ class Trial:
             change = load_change(suggestion.proposal.change)
         if workload.device.type == "cuda":
             self.progress.part("tuning")
-            outcome.knobs = tune(
-                session.current,
-                change,
-                backend,
-                measure.run_decode(session.current),
-                studies=session.studies,
-                seconds=session.budget.share_s(0.03, at_most_s=5.0),
-            )
+            with spent("tuning"):
+                outcome.knobs = tune(
+                    session.current,
+                    change,
+                    backend,
+                    measure.run_decode(session.current),
+                    studies=session.studies,
+                    seconds=session.budget.share_s(0.03, at_most_s=5.0),
+                )
         enabled = Enabled(name=change.name, backend=backend, knobs=outcome.knobs)
         outcome.model = share(session.current)
         where = places(outcome.model)
@@ -108,7 +111,8 @@ class Trial:
             self.progress.part("region verdict in the sandbox")
             backend = suggestion.proposal.backend
             asked = None if backend == UNKNOWN else backend
-            verdict = self.gate().verdict(suggestion.proposal.change, asked, self.seed())
+            with spent("sandbox"):
+                verdict = self.gate().verdict(suggestion.proposal.change, asked, self.seed())
         else:
             return True
         if verdict.passed and outcome.refused is None:
@@ -121,17 +125,22 @@ class Trial:
         session, measure = self.session, self.session.measure
         assert outcome.model is not None
         self.progress.part("timing")
-        outcome.steps = measure.steps(outcome.model)
-        effects = self.history.effect_us()
-        outcome.latency = measure.latency(session.base, outcome.steps, effects)
-        gain = getattr(outcome.latency, measure.kind)
+        with spent("timing"):
+            outcome.steps = measure.steps(outcome.model)
+            outcome.latency = self.pairs(outcome.steps)
+        self.progress.part("audit")
+        with spent("audit"):
+            outcome.audit = measure.audit(session.base, outcome.steps)
+
+    def pairs(self, steps: Steps) -> Latency:
+        session, measure = self.session, self.session.measure
+        latency = measure.latency(session.base, steps, self.history.effect_us())
+        gain = getattr(latency, measure.kind)
         undecided = 0 < gain.gain_interval_us[0] and gain.gain_us <= gain.mde_us
         if undecided and self.effect_is_old() and session.budget.has(2 * measure.effects_s):
             session.calibrate()  # a faster model may show smaller effects
-            effects = self.history.effect_us()
-            outcome.latency = measure.latency(session.base, outcome.steps, effects)
-        self.progress.part("audit")
-        outcome.audit = measure.audit(session.base, outcome.steps)
+            return measure.latency(session.base, steps, self.history.effect_us())
+        return latency
 
     def effect_is_old(self) -> bool:
         """Whether a change was kept since the smallest effect was measured."""

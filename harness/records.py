@@ -4,7 +4,7 @@ Records are frozen and keyword-only. A field exists only where it means somethin
 measured is None, never a made-up number. Times are microseconds and say so in their names.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from harness.record import Record
@@ -258,6 +258,7 @@ class Attempt(Record):
     seconds: float
     generated_source: str | None = None  # file in the run directory, for compiled regions
     audit: Audit | None = None
+    spent_s: dict[str, float] = field(default_factory=dict)  # of its seconds, by what took them
 
     def __post_init__(self) -> None:
         passed = self.region_verdict is not None and self.region_verdict.passed

@@ -92,6 +92,8 @@ def test_skipping_work_while_timed_is_refused_by_the_audit(loop: Loop) -> None:
     assert [call.step for call in rest] == ["prefill", "decode", "prefill"]
     assert rest[1].reason is None  # nobody timed that one
     assert loop.ledger.all("attempt", Attempt) == [attempt]
+    assert list(attempt.spent_s) == ["region", "timing", "audit"]  # and no verdict on layers
+    assert 0.9 * attempt.seconds - 1 < sum(attempt.spent_s.values()) <= attempt.seconds + 0.3
     samples = loop.ledger.last("samples")  # its figures are theirs
     assert samples is not None and samples["index"] == attempt.index
     for kind, pairs in samples["us"].items():
