@@ -46,5 +46,6 @@ def ask(
         targets=targets,
         model_sha256=sha256_of(workload.name),
         timed=timed,
+        allows=workload.policy.allows,
         required=required,
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness import cli
+from harness.policy import add_options
 
 # Where each command's `run(arguments) -> exit code` lives.
 MODULES = {
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--require-sandbox", action="store_true", help="refuse if a protection is not to be had"
     )
+    add_options(verify)
     bisection = add("bisect", "which kept change breaks a run's model, and where", model=False)
     bisection.add_argument("run", metavar="RUN", help="a run's directory")
     bench = add("bench", "the unchanged model eager, in a CUDA graph, and compiled")

@@ -1,6 +1,7 @@
 """Roundings that a kernel may add though the reference lacks them, as data.
 
-A contract names one of these, or any FP32 intermediate by its name in the points' table.
+A contract names one of these, or one "in MODULE" for products inside that submodule alone, or any
+FP32 intermediate by its name in the points' table.
 """
 
 from dataclasses import dataclass
@@ -41,10 +42,8 @@ ADDED = {
 KINDS = frozenset(a.kind for a in ADDED.values() if a.kind)
 
 
-def operands(add: frozenset[str], called: str, args: tuple[Any, ...], noise: Any) -> dict[int, Any]:
+def operands(add: frozenset[str], args: tuple[Any, ...], noise: Any) -> dict[int, Any]:
     """What a product's operands are replaced by, by id of the carried tensor."""
-    if called not in PRODUCTS:
-        return {}
     found = {}
     for name in add & ADDED.keys():
         rule = ADDED[name]

@@ -28,7 +28,9 @@ class Box:
 
     `external` storage belongs to the caller and is copied before the first write. `low` is the
     dtype that the content is known to be representable in, `origins` the rounding points whose
-    results it holds copies of, `kind` the operator that made all of it, if that matters.
+    results it holds copies of, `kind` the operator that made all of it, if that matters. `point` is
+    the rounding point whose result it is; `exact` that result before its rounding, for operators
+    inside the modules called `readers`.
     """
 
     __slots__ = (
@@ -41,6 +43,9 @@ class Box:
         "kind",
         "product",
         "unspecified",
+        "point",
+        "exact",
+        "readers",
     )
 
     def __init__(self, root: Tensor, *, external: bool = False) -> None:
@@ -53,6 +58,9 @@ class Box:
         self.kind: str | None = None
         self.product: tuple[Tensor | float, Tensor | float] | None = None  # its exact factors
         self.unspecified: Tensor | None = None  # elements of the storage, once written in conflict
+        self.point: int | None = None
+        self.exact: Tensor | None = None
+        self.readers: frozenset[str] = frozenset()
 
     def prepare_write(self, dtype: torch.dtype) -> None:
         """Make the storage ours, in `dtype`."""
@@ -62,6 +70,7 @@ class Box:
             self.external = False
             self.version += 1
         self.dirty = True
+        self.point = self.exact = None
 
 
 class Carried(torch.Tensor):
@@ -125,6 +134,16 @@ def carry(value: Tensor, dtype: torch.dtype, box: Box) -> Carried:
     )
     wrapper._value, wrapper.box, wrapper._version_seen = value, box, box.version
     return wrapper
+
+
+def unrounded(tensor: Carried) -> Carried:
+    """The tensor as it was before its box's rounding."""
+    exact = tensor.box.exact
+    assert exact is not None
+    box = Box(exact)
+    box.origins, box.kind = tensor.box.origins, tensor.box.kind
+    value = exact.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return carry(value, tensor.dtype, box)
 
 
 _running: list[Any] = []

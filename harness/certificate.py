@@ -81,6 +81,7 @@ class Certificate(Record):
     latency: Latency | None
     environment: Environment
     hashes: Hashes
+    allows: tuple[str, ...] = ()  # that the policy allowed beyond the default: `Policy.allowing`
 
     def save(self, folder: Path) -> Path:
         """Write the certificate to `folder`; the same certificate gives the same bytes."""

@@ -105,6 +105,7 @@ def certificate(
         latency=latency,
         environment=environment,
         hashes=hashes_of(enabled.name, workload, generated),
+        allows=workload.policy.allows,
     )
 
 

@@ -14,6 +14,7 @@ from harness.certify import Judged, enabled_of, hashes_of, judge_change, promise
 from harness.command_bench import interval, progress
 from harness.environment import environment
 from harness.errors import ExitCode
+from harness.policy import Policy
 from harness.records import Latency, Paired
 from harness.workload import Workload
 
@@ -28,6 +29,7 @@ def certify(a: argparse.Namespace) -> int:
     there = taken_in(Certificate.load(path))
     device = there.environment.device if a.device == "auto" and _has(there) else a.device
     workload = Workload.load(there.model, there.preset, device, there.seed)
+    workload.policy = Policy.allowing(there.allows)
     if there.change.backend == "triton" and workload.device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the change's file is imported
     enabled = enabled_of(there.change)

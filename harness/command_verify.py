@@ -25,6 +25,7 @@ from harness.errors import ExitCode, UserError
 from harness.floors import Floors
 from harness.judge import judge_model, self_test
 from harness.points import points_for_model, points_table
+from harness.policy import Policy, allowed
 from harness.protections import Protection, describe
 from harness.records import (
     Audit,
@@ -53,6 +54,7 @@ def verify(a: argparse.Namespace) -> int:
 
 def verify_and_report(a: argparse.Namespace, seconds: Seconds) -> int:
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
+    workload.policy = Policy.allowing(allowed(a))
     if a.backend == "triton" and workload.device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the change's file is imported
     if a.sandbox or a.require_sandbox or outside_tree(a.change):

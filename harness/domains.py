@@ -21,7 +21,7 @@ from harness.compare import SelfNoise
 from harness.examine import Examination, Prepared
 from harness.nodes import pick_nodes
 from harness.observe import Observed
-from harness.policy import DEFAULT, Policy
+from harness.policy import Policy
 from harness.records import Verdict
 from harness.region import RegionCases
 from harness.routes import Deviations, routing
@@ -71,7 +71,7 @@ def judge_with_domain(
     seed: int,
     *,
     targets: Sequence[str] = (),
-    policy: Policy = DEFAULT,
+    policy: Policy | None = None,
 ) -> Verdict:
     """The verdict on a region, as `harness.judge.judge_region` says, with the domain it holds for:
     its cases and, beside them, the calls of the steps called `targets`."""

@@ -44,8 +44,9 @@ class Engine(State, DispatchMode):
                 return result
         floats: list[Carried] = []
         original = args
-        args = tuple(self._open(a, floats) for a in args)
-        kwargs = {k: self._open(v, floats) for k, v in kwargs.items()}
+        view, targets = operators.is_view(func), operators.written(func)
+        args = tuple(self._open(a, floats, view or i in targets) for i, a in enumerate(args))
+        kwargs = {k: self._open(v, floats, view) for k, v in kwargs.items()}
         called = operators.name(func)
         if called in operators.FACTORIES:
             return self._make(func, called, args, kwargs)
@@ -63,16 +64,17 @@ class Engine(State, DispatchMode):
             return self._move(func, args, kwargs, floats)
         return self._compute(func, called, args, kwargs, floats)
 
-    def _open(self, value: Any, floats: list[Carried]) -> Any:
-        """Every tensor in its carried form, or our copy of it; collects the carried ones."""
+    def _open(self, value: Any, floats: list[Carried], as_is: bool = False) -> Any:
+        """Every tensor in its carried form, or our copy of it; collects the carried ones. Those
+        taken `as_is` are not read."""
         if isinstance(value, Tensor):
             if not is_real(value.dtype):
                 return self.resolve(value)
-            adopted = self.adopt(value)
+            adopted = self.adopt(value) if as_is else self.read(self.adopt(value))
             floats.append(adopted)
             return adopted
         if isinstance(value, (list, tuple)):
-            return type(value)(self._open(v, floats) for v in value)
+            return type(value)(self._open(v, floats, as_is) for v in value)
         return value
 
     def _make(self, func: Any, called: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -186,7 +188,9 @@ class Engine(State, DispatchMode):
 
     def _run(self, func: Any, called: str, args: Any, kwargs: dict[str, Any]) -> Any:
         wide = self.plan.carry is not None
-        swap = added.operands(self.plan.add, called, args, self.noise) if self.plan.add else None
+        swap = None
+        if self.plan.add and called in added.PRODUCTS:
+            swap = added.operands(self.added_here(), args, self.noise)
         if called == "_grouped_mm" and wide:
             given = substitutes.keywords(func, args, kwargs)
             a, b = given["self"], given["mat2"]
@@ -199,7 +203,10 @@ class Engine(State, DispatchMode):
             kwargs = {**kwargs, "dtype": self.plan.wide(kwargs["dtype"])}
         if called in ("_softmax", "_log_softmax") and wide:
             args = (*args[:2], False)  # its argument is wide already
-        if self.noise is not None and not swap:
+        if self.noise is not None and swap:  # its sums have an order all the same
+            args = tuple(self.wrap(swap[id(a)], a.dtype) if id(a) in swap else a for a in args)
+            swap = None
+        if self.noise is not None:
             result = self.noise.run(func, called, args, kwargs, self)
             if result is not None:
                 return result
@@ -234,9 +241,10 @@ class Engine(State, DispatchMode):
             else:
                 q, k, v = self.values((q, k, v), True)
                 mask = mask._materialize(q.device) if lazy else self.values(mask, True)
+                add = self.added_here()
                 result = substitutes.attention(
                     q, k, v, mask, is_causal, scale,
-                    lambda p: added.probabilities(self.plan.add, p, self.noise),
+                    lambda p: added.probabilities(add, p, self.noise),
                 )  # fmt: skip
             return self.finish("scaled_dot_product_attention", result, query.dtype, found)
 

@@ -14,6 +14,7 @@ from harness.compare import SelfNoise, Tally
 from harness.faults import Faults
 from harness.observe import CandidateError, Observed, observe, poisoned, watching_integers
 from harness.operators import is_real
+from harness.policy import IN
 from harness.replay import GOLDEN, Noise, Plan, Point, Run, named_arguments, replay
 from harness.routes import Deviations, find_flips, kept_rows
 from harness.trees import same_bits
@@ -119,7 +120,9 @@ class Examination:
         with watching_integers(reference) as integers:
             first = replay(reference, case.args, NAMED, None, case.kwargs)
         first.integers = integers
-        self.names.update(p.name for p in (*first.points, *first.wides))
+        uses = (use for p in first.points for use in p.uses)
+        self.names.update(p.name for p in (*first.points, *first.wides, *uses))
+        self.names.update(f"{a}{IN}{m}" for a in ADDED for m, _ in reference.named_modules() if m)
         contract = first
         if not as_is:
             contract = replay(reference, case.args, self.plan(), first, case.kwargs)
@@ -263,6 +266,7 @@ class Examination:
         elides = self.contract.elides
         interior = [p for p in prepared.first.points if p.interior]
         found = [(p, "elided" if p.name in elides else "kept") for p in interior]
+        found += [(u, "elided") for p in interior for u in p.uses if u.name in elides]
         found += [(p, "kept") for p in prepared.first.fusable]
         return found + [(_added_point(name), "added") for name in self.contract.adds]
 

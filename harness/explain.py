@@ -33,6 +33,7 @@ class Explanation:
 
     elided: tuple[Point, ...]
     kept: tuple[Point, ...]  # though the contract elides them
+    wider: tuple[Point, ...]  # uses that the contract elides; elided everywhere
     added: tuple[Point, ...]
     fused: tuple[Point, ...]
     share: float
@@ -43,6 +44,8 @@ class Explanation:
             parts.append(f"rounds once where the reference rounds at {listed(self.elided)}")
         if self.kept:
             parts.append(f"rounds at {listed(self.kept)}, which its contract elides")
+        if self.wider:
+            parts.append(f"elides everywhere what its contract elides only at {listed(self.wider)}")
         if self.added:
             parts.append(f"rounds to BF16 at {listed(self.added)}, where the reference keeps FP32")
         if self.fused:
@@ -68,10 +71,11 @@ def explain(samples: list[Sample], declared: Plan) -> Explanation | None:
 
     From the declared set, and from all interior points elided at once (members of a set may show
     in company only), single points are flipped while that makes more elements equal; what changes
-    nothing is then taken back. It is an explanation if at most half as many elements differ as from
-    the contract's replay.
+    nothing is then taken back. Single uses of points follow, where they halve what differs. It is
+    an explanation if at most half as many elements differ as from the contract's replay.
     """
     points = {p.name: p for s in samples for p in s.prepared.first.points if p.interior}
+    uses = {u.name: (p.name, u) for p in points.values() for u in p.uses}
     wides = {p.name: p for s in samples for p in s.prepared.first.wides}
     sums = {p.name: p for s in samples for p in s.prepared.first.fusable}
     known: dict[Roundings, int] = {}
@@ -92,12 +96,22 @@ def explain(samples: list[Sample], declared: Plan) -> Explanation | None:
         flips = [(NONE, NONE, frozenset((n,))) for n in sums]
         flips += [*elisions, *((NONE, frozenset((n,)), NONE) for n in wides)]
         best = _descend(min((best, start), key=lambda s: missed(*s)), flips, missed)
+    refined = _descend(best, _of_uses(uses), missed)
+    best = refined if known[refined] < known[best] / 2 else best
     best = _least(best, start, missed)
     if best == start or known[best] > known[start] / 2:
         return None
+    everywhere = points | {name: use for name, (_, use) in uses.items()}
     return Explanation(
-        elided=tuple(points[n] for n in points if n in best[0] - start[0]),
-        kept=tuple(points[n] for n in points if n in start[0] - best[0]),
+        elided=tuple(p for n, p in everywhere.items() if n in best[0] - start[0]),
+        kept=tuple(
+            point
+            for name, point in everywhere.items()
+            if name in start[0] - best[0] and uses.get(name, (None,))[0] not in best[0]
+        ),
+        wider=tuple(
+            use for n, (p, use) in uses.items() if n in start[0] and p in best[0] - start[0]
+        ),
         added=tuple(wides[n] for n in wides if n in best[1] - start[1]),
         fused=tuple(sums[n] for n in sums if n in best[2] - start[2]),
         share=_share(samples, start, best),
@@ -115,6 +129,14 @@ def _descend(best: Roundings, flips: list[Roundings], missed: Callable[..., int]
         if len(flips) > MANY:
             break
     return best
+
+
+def _of_uses(uses: dict[str, tuple[str, Point]]) -> list[Roundings]:
+    """Each use flipped, and with it the point itself."""
+    found: list[Roundings] = []
+    for name, (point, _) in uses.items():
+        found += [(frozenset((name,)), NONE, NONE), (frozenset((name, point)), NONE, NONE)]
+    return found
 
 
 def _flipped(a: Roundings, b: Roundings) -> Roundings:

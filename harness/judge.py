@@ -8,7 +8,7 @@ the judge's own replay against the reference.
 from torch import nn
 
 from harness.layers import judge_model
-from harness.policy import DEFAULT, Policy
+from harness.policy import Policy
 from harness.records import Verdict
 from harness.region import RegionCases
 from harness.selftest import self_test
@@ -26,7 +26,7 @@ def judge_region(
     workload: Workload,
     seed: int,
     *,
-    policy: Policy = DEFAULT,
+    policy: Policy | None = None,
 ) -> Verdict:
     """Judge `change` as applied (with `backend`) in `candidate`, a tree that shares parameters with
     `reference`. What `backend` computes with does not matter to the judge; it names the verdict.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import verdicts
+from harness.added import ADDED
 from harness.cases import Case, copied, storages
 from harness.drift import DECODES as DRIFT_DECODES
 from harness.drift import describe, drift
@@ -27,7 +28,7 @@ from harness.examine import Examination
 from harness.forced import regular
 from harness.nodes import kind
 from harness.observe import CandidateError, observe, watching_integers
-from harness.policy import DEFAULT, Policy
+from harness.policy import IN, Policy
 from harness.records import Verdict
 from harness.routes import Deviations, routing
 from harness.spent import spent
@@ -60,7 +61,7 @@ def judge_model(
     per_kind: int | None = None,
     full: bool = False,
     drifts: bool = True,
-    policy: Policy = DEFAULT,
+    policy: Policy | None = None,
 ) -> Verdict:
     """Judge the layers of `candidate`, which shares parameters with `reference`.
 
@@ -69,7 +70,7 @@ def judge_model(
     A `full` verdict follows the prefill with DECODES teacher-forced decode steps, and its drift
     covers decode steps and forced routes; `drifts` leaves the drift out where False.
     """
-    contract = joint_contract(candidate)
+    contract, policy = joint_contract(candidate), policy or workload.policy
     exam = Examination(contract, storages(reference, candidate), seed)
     exam.golden = False  # a whole layer's distance from FP64 says nothing about one change
     exam.faults.add("policy", policy.refusal(contract))
@@ -127,15 +128,30 @@ def draw(model: nn.Module, names: list[str], per_kind: int, seed: int) -> list[s
 
 
 def joint_contract(candidate: nn.Module) -> Contract:
-    """What all changes applied to `candidate` declare together."""
+    """What all changes applied in layers of `candidate` declare together, by the names that their
+    rounding points have in a layer's own replay."""
     elides: dict[str, str] = {}
     adds: dict[str, str] = {}
-    for module in candidate.modules():
-        contract = getattr(module, "contract", None)
-        if isinstance(contract, Contract):
-            elides.update(contract.elides)
-            adds.update(contract.adds)
+    for layer in layer_names(candidate):
+        for name, node in candidate.get_submodule(layer).named_modules():
+            contract = getattr(node, "contract", None)
+            if isinstance(contract, Contract):
+                inner = {n for n, _ in node.named_modules()}
+                elides |= {_seen_from_above(p, name, inner): w for p, w in contract.elides.items()}
+                adds |= {_seen_from_above(p, name, inner): w for p, w in contract.adds.items()}
     return Contract(numerics="reduction", elides=elides, adds=adds)
+
+
+def _seen_from_above(point: str, node: str, inner: set[str]) -> str:
+    """The name, above `node`, of one of its rounding points or their uses; `inner` are the names of
+    its modules."""
+    if not node or point in ADDED:
+        return point
+    made, _, reader = point.rpartition(IN)
+    if made and reader in inner:
+        return f"{_seen_from_above(made, node, inner)}{IN}{node}.{reader}"
+    module, _, _ = point.partition(": ")
+    return f"{node}.{point}" if module in inner else f"{node}: {point}"
 
 
 class _Layers:

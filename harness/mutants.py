@@ -1,10 +1,12 @@
 """Mutants: wrong variants of a region, derived from its rounding points and operators.
 
 Nothing is written by hand for a model. Each interior rounding point gives one mutant that leaves
-it out and one that moves it; each operator those of `harness.mutations` and `harness.precision`;
+it out, one for each module that leaves it out there alone, where several read it, and one that
+moves it; each operator those of `harness.mutations` and `harness.precision`;
 `harness.misuse` adds those around the operators.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +80,14 @@ def _of_points(node: nn.Module, case: Case, calls: list[Call]) -> Keyed:
                 **about,
             ),
         )
+        for use, reader in zip(point.uses, point.readers, strict=True):
+            build = functools.partial(_dropped_in, key, reader)
+            what = f"FP32 goes to {reader} alone"
+            about_use = {**about, "point": use.name}
+            yield (
+                ("dropped", use.name),
+                Mutant(kind="rounding dropped", what=what, build=build, **about_use),
+            )
         early = _earlier(call)
         if early is None:
             what, build = "after what uses it", _moved_late(key)
@@ -125,6 +135,10 @@ def _earlier(call: Call) -> Key | None:
         elif isinstance(operand, float) and in_bf16(operand) != operand:
             return where.key
     return None
+
+
+def _dropped_in(key: Key, reader: str, node: nn.Module) -> Wrong:
+    return Wrong(node, {}, key, reader=reader)
 
 
 def _moved_late(key: Key) -> Build:

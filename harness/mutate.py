@@ -139,8 +139,8 @@ class Altered(_Watching):
     """Runs a node with other computations in the place of some operators.
 
     `alter` maps operators to what is done instead; `unrounded` names a rounding point whose
-    rounding is left out: its FP32 value goes to the operators that use it. With `late`, the first
-    FP32 result computed from it is rounded instead.
+    rounding is left out: its FP32 value goes to the operators that use it, or to those inside the
+    module `reader` alone. With `late`, the first FP32 result computed from it is rounded instead.
     """
 
     def __init__(
@@ -150,9 +150,11 @@ class Altered(_Watching):
         unrounded: Key | None = None,
         *,
         late: bool = False,
+        reader: str | None = None,
     ) -> None:
         super().__init__(root)
         self.alter, self.unrounded, self.late = alter, unrounded, late
+        self.reader = reader
         self.times = 0
         self.external: set[int] = set()  # storages of the node's arguments
         self.products: dict[int, tuple[Any, Any, Tensor]] = {}  # FP32 products: factors, result
@@ -175,12 +177,19 @@ class Altered(_Watching):
             return self._leave_unrounded(self.alter.get(key), func, args, kwargs)
         if key in self.alter:
             result = self.alter[key](self, func, args, kwargs)
-        elif any(storage(t) in self.wide for _, t in leaves((args, kwargs))):
+        elif self._reads(where.module) and any(
+            storage(t) in self.wide for _, t in leaves((args, kwargs))
+        ):
             result = self._carried_on(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         self._remember(key.called, args, result)
         return result
+
+    def _reads(self, module: str) -> bool:
+        """Whether operators of that module read the value before its rounding."""
+        reader = self.reader
+        return reader is None or module == reader or module.startswith(f"{reader}.")
 
     def _remember(self, called: str, args: Any, result: Any) -> None:
         if called not in ("mul", "add") or not isinstance(result, Tensor):
@@ -308,6 +317,7 @@ class Wrong:
     alter: dict[Key, Alteration]
     unrounded: Key | None = None
     late: bool = False
+    reader: str | None = None
     times: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -315,7 +325,8 @@ class Wrong:
 
 
 def run_altered(wrong: Wrong, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    run = Altered(wrong.node, wrong.alter, wrong.unrounded, late=wrong.late)
+    options = {"late": wrong.late, "reader": wrong.reader}
+    run = Altered(wrong.node, wrong.alter, wrong.unrounded, **options)
     with run:
         run.external = {storage(t) for _, t in leaves((args, kwargs))}
         result = wrong.node(*args, **kwargs)

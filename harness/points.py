@@ -10,7 +10,10 @@ from harness.replay import Plan, Point, replay
 from harness.steps import steps
 from harness.workload import Workload
 
-COLUMNS = "module", "rounding point", "operator", "shape", "dtype", "source", "interior", "count"
+COLUMNS = (
+    *("module", "rounding point", "operator", "shape", "dtype", "source", "interior"),
+    *("read by", "count"),
+)
 STEPS = 2  # a prefill and the decode after it
 
 
@@ -34,12 +37,20 @@ def points_for_model(workload: Workload) -> list[Point]:
 
 
 def points_table(points: Sequence[Point]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """COLUMNS and one row for each distinct point: layers are folded, with their count."""
-    folded: dict[tuple[str, ...], int] = {}
+    """COLUMNS and one row for each distinct point: layers are folded, with their count, and the
+    modules that read it are all those of any layer."""
+    counts: dict[tuple[str, ...], int] = {}
+    readers: dict[tuple[str, ...], dict[str, None]] = {}
     for p in points:
         name = p.name.removeprefix(f"{p.module}: ")
         shape = " x ".join(map(str, p.shape))
-        module = re.sub(r"\.\d+(?=\.|$)", ".*", p.module)
-        row = module, name, p.operator, shape, p.dtype, p.source, "yes" if p.interior else "no"
-        folded[row] = folded.get(row, 0) + 1
-    return COLUMNS, [(*row, str(count)) for row, count in folded.items()]
+        where = _folded(p.module), name, p.operator, shape, p.dtype, p.source
+        row = *where, "yes" if p.interior else "no"
+        counts[row] = counts.get(row, 0) + 1
+        readers.setdefault(row, {}).update(dict.fromkeys(map(_folded, p.readers)))
+    return COLUMNS, [(*row, ", ".join(readers[row]), str(n)) for row, n in counts.items()]
+
+
+def _folded(module: str) -> str:
+    """The module's name without the numbers of layers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module)

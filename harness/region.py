@@ -31,7 +31,7 @@ from harness.explain import Sample
 from harness.nodes import one_of_each, pick_nodes
 from harness.observe import Observed, checksums
 from harness.operators import is_real
-from harness.policy import DEFAULT, Policy
+from harness.policy import Policy
 from harness.records import Verdict
 from harness.replay import NATIVE, replay
 from harness.routes import Deviations, routing
@@ -90,15 +90,17 @@ class RegionCases:
         contract: Contract,
         workload: Workload,
         seed: int,
-        policy: Policy = DEFAULT,
+        policy: Policy | None = None,
         *,
         keep: bool = True,
     ) -> "RegionCases":
         """Record the calls of the region's nodes in prefills and decodes drawn from `seed`.
 
-        With `keep`, everything prepared is held in memory from the first candidate on.
+        The policy is the workload's unless another is given. With `keep`, everything prepared is
+        held in memory from the first candidate on.
         """
         exam = Examination(contract, storages(reference), seed)
+        policy = policy or workload.policy
         refusal = policy.refusal(contract)
         names = pick_nodes(reference, nodes(reference, region), seed)
         recorded: list[Case] = []

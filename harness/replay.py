@@ -10,13 +10,14 @@ that all variants follow its route.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from harness.naming import argument_names, result_names
+from harness.policy import IN
 from harness.trees import leaves
 
 
@@ -38,9 +39,10 @@ class Plan:
     """How one replay carries and rounds values.
 
     `carry` is the dtype of the carried values; None runs every operator as it is. `elide` names
-    rounding points that are left out, `add` names roundings that the reference lacks (see
-    `harness.added`), `fuse` names sums that a fused multiply-add computes. `name` collects the
-    points, `record` also their values.
+    rounding points that are left out, or uses of them, "POINT in MODULE": operators inside that
+    submodule read the value before its rounding, all others the rounded one. `add` names roundings
+    that the reference lacks (see `harness.added`), everywhere or "NAME in MODULE"; `fuse` names
+    sums that a fused multiply-add computes. `name` collects the points, `record` also their values.
     """
 
     carry: torch.dtype | None = torch.float32
@@ -72,7 +74,8 @@ class Point:
 
     `interior` points feed further arithmetic; leaving one of the others out changes nothing, since
     results are stored in their dtype anyway. `added` marks an intermediate that the model does not
-    round, where a candidate may.
+    round, where a candidate may. `readers` are the submodules that read it, where it is read in
+    several places: each is a use that can be left out by itself.
     """
 
     name: str  # unique within the call
@@ -85,6 +88,12 @@ class Point:
     interior: bool = True
     added: bool = False
     fused: bool = False  # the sum of a product, which an FMA would round once
+    readers: tuple[str, ...] = ()
+
+    @property
+    def uses(self) -> list["Point"]:
+        """The point at each of its uses alone, named "POINT in MODULE"."""
+        return [replace(self, name=f"{self.name}{IN}{m}", readers=()) for m in self.readers]
 
 
 @dataclass
@@ -145,6 +154,7 @@ def replay(
         with engine.running():
             result = fn(*carried[0], **carried[1])
         outputs = named_results(fn, result)
+        engine.note_results(outputs.values())
         arguments = named_arguments(fn, args, kwargs or {})
         return Run(
             outputs={name: engine.settle(t) for name, t in outputs.items()},

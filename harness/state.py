@@ -1,7 +1,7 @@
 """What a replay in progress knows: carried tensors, routes, points. `harness.engine` acts on it."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from harness import added
-from harness.carried import Box, Carried, carry
+from harness.carried import Box, Carried, carry, unrounded
 from harness.naming import module_names, site
 from harness.noise import Perturbation
 from harness.operators import LOW, is_real
+from harness.policy import IN
 from harness.replay import Choice, Plan, Point
 from harness.trees import map_tensors
+
+RESULT = "the result"  # of the replayed function, as a reader of rounding points
 
 
 class State:
@@ -36,6 +39,9 @@ class State:
         self.labels: Counter[str] = Counter()
         self.naming = plan.name or bool(plan.elide)
         self.modules = module_names(root)
+        known = set(self.modules.values())
+        self.uses, self.added_in = by_module(plan.elide, known), by_module(plan.add, known)
+        self.readers: dict[int, set[str]] = {}  # of each rounding point, if they are named
         self.noise = Perturbation(plan.noise) if plan.noise else None
         self.boxes: dict[int, tuple[Box, Tensor]] = {}  # storage -> box, and its caller's tensor
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}  # integer storage -> our copy
@@ -96,8 +102,37 @@ class State:
                 found[name] = box.unspecified.as_strided(*shape).clone()
         return found
 
+    def read(self, tensor: Carried) -> Carried:
+        """The tensor as the operator that is about to run reads it."""
+        box = tensor.box
+        if box.point is None or not (self.plan.name or box.readers):
+            return tensor
+        module = site(self.modules).module
+        self.readers.setdefault(box.point, set()).add(module)
+        return unrounded(tensor) if is_inside(module, box.readers) else tensor
+
+    def added_here(self) -> frozenset[str]:
+        """The added roundings of the operator that is about to run."""
+        if not self.added_in:
+            return self.plan.add
+        module = site(self.modules).module
+        here = (name for name, where in self.added_in.items() if is_inside(module, where))
+        return self.plan.add.union(here)
+
+    def note_results(self, results: Iterable[Tensor]) -> None:
+        """The function's results read the rounding points that they are."""
+        for tensor in results:
+            if isinstance(tensor, Carried) and tensor.box.point is not None:
+                self.readers.setdefault(tensor.box.point, set()).add(RESULT)
+
     def finished_points(self) -> list[Point]:
-        return [replace(p, interior=p.index in self.consumed) for p in self.points]
+        found = []
+        for p in self.points:
+            readers = self.readers.get(p.index, set())
+            apart = sorted(readers - {RESULT, ""}) if len(readers) > 1 else []
+            interior = p.index in self.consumed
+            found.append(replace(p, interior=interior, readers=tuple(apart)))
+        return found
 
     def values(self, tree: Any, wide: bool, swap: dict[int, Tensor] | None = None) -> Any:
         """Carried tensors as real ones, widened for arithmetic or as they are held; `swap` names
@@ -165,15 +200,21 @@ class State:
             box.kind = box_kind
             return self.wrap(box.root, dtype, box)
         index, self.count = self.count, self.count + 1
-        rounds = self.plan.rounds
+        rounds, readers = self.plan.rounds, frozenset[str]()
         if self.naming:
             point = self._point(called, value, dtype, index)
             rounds = rounds and point.name not in self.plan.elide
+            readers = self.uses.get(point.name, readers)
             if self.plan.name:
                 self.points.append(point)
         box = Box(value.to(dtype) if rounds else value)
+        if len(self.modules) > 1:
+            box.point = index
         if self.plan.record:
             self.recorded.append(box.root.clone())
+        if readers and rounds:
+            box.exact, box.readers = torch.empty_like(box.root, dtype=value.dtype), readers
+            box.exact.copy_(value)
         box.low, box.origins, box.kind = dtype, frozenset((index,)), box_kind
         return self.wrap(box.root, dtype, box)
 
@@ -214,3 +255,17 @@ class State:
             index=index,
             added=index < 0,
         )
+
+
+def is_inside(module: str, others: Iterable[str]) -> bool:
+    return any(module == other or module.startswith(f"{other}.") for other in others)
+
+
+def by_module(names: Iterable[str], modules: set[str]) -> dict[str, frozenset[str]]:
+    """Of names "POINT in MODULE" the modules by point."""
+    found: dict[str, frozenset[str]] = {}
+    for name in names:
+        point, _, module = name.rpartition(IN)
+        if point and module in modules:
+            found[point] = found.get(point, frozenset()) | {module}
+    return found

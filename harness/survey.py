@@ -16,6 +16,7 @@ from harness.examine import Prepared
 from harness.judge import judge_region
 from harness.misuse import Mutant
 from harness.observe import Observed
+from harness.policy import ELIDED, Policy
 from harness.records import Verdict
 from harness.region import RegionCases
 from harness.selftest import regions
@@ -199,7 +200,10 @@ def judge_honest(
         tree = share(workload.model)
         apply_change(tree, change, backend)
         for seed in itertools.islice(seeds, runs):
-            verdict = judge_region(workload.model, tree, change, backend, workload, seed)
+            declared = Policy.allowing((ELIDED, *change.contract.adds))
+            verdict = judge_region(
+                workload.model, tree, change, backend, workload, seed, policy=declared
+            )
             yield Honest(
                 region=change.region,
                 name=change.name,

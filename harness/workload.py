@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.errors import UserError
+from harness.policy import DEFAULT, Policy
 from reference import models
 
 TOY_PARAMETERS = 1_000_000_000
@@ -85,6 +86,7 @@ class Workload:
     seed: int
     file: models.ModelFile
     config: Any
+    policy: Policy = DEFAULT  # of verdicts on its candidates
 
     @classmethod
     def load(cls, model: str, preset: str, device: str, seed: int = 0) -> "Workload":

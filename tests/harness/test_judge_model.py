@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.judge import judge_model
-from harness.layers import layer_names
-from optimized.change import share
+from harness.layers import joint_contract, layer_names
+from harness.policy import Policy
+from optimized.change import Contract, share
 from tests.harness.judged import change, changed, mini, normed, toy
 
 
@@ -64,6 +65,25 @@ def test_a_skipped_rounding_shows_in_its_layer() -> None:
     assert verdict.reason is not None
     assert verdict.reason.startswith("model.layers.0: out[0]: ")
     assert "elements differ" in verdict.reason
+
+
+def test_what_a_part_of_a_layer_elides_is_known_to_the_layer() -> None:
+    def once(node: Any) -> Callable[..., Any]:
+        def forward(x: Tensor, residual: Tensor):
+            wide = residual.float() + x.float()
+            residual, centred = wide.to(x.dtype), wide - wide.mean(-1, keepdim=True)
+            scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5)
+            return residual, scaled.to(x.dtype) * node.weight + node.bias
+
+        return forward
+
+    contract = Contract(numerics="reduction", elides={"residual + x": "one kernel"})
+    candidate = changed(toy(), change("add_norm", once, contract))
+    assert {"first: residual + x", "second: residual + x"} == {*joint_contract(candidate).elides}
+    allowed = judge_model(toy().model, candidate, toy(), 1, policy=Policy(allow_elided=True))
+    assert allowed.passed, allowed.reason
+    refused = judge_model(toy().model, candidate, toy(), 1)
+    assert refused.reason is not None and "allows no elided rounding" in refused.reason
 
 
 def test_stale_cache_rows_are_seen() -> None:
