@@ -76,8 +76,9 @@ def test_notebooks_stand_in_the_repository_without_outputs() -> None:
 
 
 @pytest.fixture
-def trace_file(tmp_path: Path) -> Path:
-    """Two layers of a product and a norm: 30 and 5 us with 2 us before each, a head of 8 us."""
+def trace_file(cpu_run: Path) -> Path:
+    """Of a run, whose ceilings it takes: two layers of a product and a norm, 30 and 5 us with 2 us
+    before each, and a head of 8 us."""
     calls = [("", None)]
     kernels = []
     for layer in ("layers.0", "layers.1"):
@@ -89,7 +90,8 @@ def trace_file(tmp_path: Path) -> Path:
         ]
     kernels.append(made.Did(name="head", call=0, time_us=8.0, gap_us=11.0))
     step = made.trace(kernels, calls, layers=("layers.0", "layers.1"))
-    path = tmp_path / "step.json.gz"
+    path = cpu_run / "traces" / "step.json.gz"
+    path.parent.mkdir()
     save(step, path)
     return path
 
@@ -102,6 +104,7 @@ def test_a_trace_is_explored(trace_file: Path, tmp_path: Path) -> None:
     assert [(r["name"], r["calls"], r["time_us"]) for r in by_name] == [
         ("mm", "2", "60.0"), ("norm", "2", "10.0"), ("head", "1", "8.0"),
     ]  # fmt: skip
+    assert float(by_name[0]["floor_us"]) == pytest.approx(8000 / 4330e3, abs=1e-6)
     assert {r["region"]: r["time_us"] for r in by_region}["mixer"] == "60.0"
     assert [(r["position"], r["name"], r["module"]) for r in layer] == [
         ("1", "mm", "layers.0.mixer"), ("2", "norm", "layers.0.norm"),

@@ -163,8 +163,8 @@ folder, code, here = Path(sys.argv[1]), int(sys.argv[2]), os.getpid()
 pr_notebook.after_run = lambda run: print("compared", run.name, os.getpid() == here, flush=True)
 
 def work(directory, used_s, pulse):
-    pulse.tell(directory=str(Ledger.create(folder).directory), budget=1.0)
-    Ledger.open(folder).append("stopped", {"reason": "done"})
+    pulse.tell(directory=str(folder), budget=1.0)
+    Ledger.create(folder).append("stopped", {"reason": "done"})
     return code
 
 Supervisor(work, None, None).run()
