@@ -164,14 +164,18 @@ pr_notebook.after_run = lambda run: print("compared", run.name, os.getpid() == h
 
 def work(directory, used_s, pulse):
     pulse.tell(directory=str(folder), budget=1.0)
-    Ledger.create(folder).append("stopped", {"reason": "done"})
+    ledger = Ledger(folder) if directory else Ledger.create(folder)
+    ledger.append("stopped", {"reason": "done"})
     return code
 
-Supervisor(work, None, None).run()
+for directory in (None, folder):  # a new run, then continued
+    Supervisor(work, directory, None).run()
+    if os.getpid() != here:
+        break
 """
 
 
-@pytest.mark.parametrize(("code", "said"), [(0, ["compared run True"]), (2, [])])
+@pytest.mark.parametrize(("code", "said"), [(0, ["compared run True"] * 2), (2, [])])
 def test_a_run_that_came_to_its_end_is_compared_beside_its_process(
     code: int, said: list[str], tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ def test_plain_has_one_line_per_change_in_order(cpu_run: Path) -> None:
     for part in ("55.0 µs", "−74.0 µs [−82.0, −66.0] µs", "924.0 µs", "9.000 ms", "slower by 74.0"):
         assert part in slower
     decode = next(line for line in lines if line.startswith("decode: "))
-    assert "1.000 → 0.760 ms" in decode
+    assert "1.000 → 0.760 ms [0.752, 0.768] ms" in decode
     assert "1.32× [1.29, 1.34] eager" in decode
     assert "no graph (CUDA graphs need a GPU)" in decode
     assert "0.921× [0.903, 0.940] compile" in decode

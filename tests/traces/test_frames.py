@@ -14,7 +14,7 @@ def step() -> Trace:
             made.Did(name="norm", call=2, time_us=5.0, gap_us=1.0, reads=[(7, 3000)]),
             made.Did(name="head", call=0, time_us=20.0, gap_us=3.0),
         ],
-        [("", None), ("layers.0", 0), ("layers.0.mixer", 1), ("layers.0.idle", 1)],
+        [("", None), ("layers.0", 0), ("layers.0.mixer", 1), ("layers.0.mix", 1)],
         layers=("layers.0",),
     )
 
