@@ -13,7 +13,6 @@ from harness.errors import UserError
 from harness.executors import local, ray
 from harness.executors.base import Executor
 from harness.executors.local import Local
-from harness.executors.ray import Ray
 from harness.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def opened(
     start = partial(evaluator, kind, device_name(workload.device))
     executor: Executor
     if a.executor == RAY:
-        executor = Ray(start, ray.address_of(a.ray_address), kind, a.workers)
+        executor = ray.apart(start, ray.address_of(a.ray_address), kind, a.workers)
     else:
         executor = Local(start, here)
     try:

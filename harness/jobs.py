@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.errors import UserError
-from harness.executors.base import Executor, Job, Start
+from harness.executors.base import Job, Start
 from harness.executors.here import Here
 from harness.executors.local import CPU, Local
 
@@ -28,7 +28,7 @@ class Pool:
     """
 
     def __init__(self, start: Start, jobs: int) -> None:
-        self.executor: Executor = Local(start, [CPU] * jobs, again=0) if jobs > 1 else Here(start)
+        self.executor = Local(start, [CPU] * jobs, again=0) if jobs > 1 else Here(start)
 
     def __enter__(self) -> "Pool":
         return self

@@ -63,10 +63,6 @@ class Executor(Protocol):
         """
         ...
 
-    def add(self, *jobs: Job) -> None:
-        """More jobs for the `run` that goes on."""
-        ...
-
     def await_ready(self) -> None:
         """Until all workers have started, so that nothing of it disturbs what is timed here."""
         ...

@@ -64,6 +64,7 @@ class Crew(ABC):
         return tuple(worker.place for worker in self.team)
 
     def add(self, *jobs: Job) -> None:
+        """More jobs for the `run` that goes on."""
         self.waiting += map(Waiting, jobs)
 
     def run(self, jobs: Iterable[Job] = ()) -> Iterator[Done]:

@@ -23,6 +23,7 @@ class Here:
         self.entered = False
 
     def add(self, *jobs: Job) -> None:
+        """More jobs for the `run` that goes on."""
         self.waiting += (Done(job=job, worker=self.workers[0]) for job in jobs)
 
     def run(self, jobs: Iterable[Job] = ()) -> Iterator[Done]:

@@ -6,19 +6,19 @@ this process runs. One that dies, or whose node does, is replaced wherever the c
 """
 
 import contextlib
+import functools
 import logging
 import os
 import platform
 import re
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from harness.errors import UserError
 from harness.executors import portable
+from harness.executors.apart import Apart
 from harness.executors.base import Place, Start
 from harness.executors.crew import AGAIN, Crew, Lost, Worker
 from harness.executors.local import CPU, JOIN_S, SET, VISIBLE
@@ -68,7 +68,10 @@ def address_of(given: str | None) -> str:
 
 
 class Ray(Crew):
-    """Actors on the cluster at `address`, at most `count`. `device` is "cpu" or "cuda"."""
+    """Actors on the cluster at `address`, at most `count`. `device` is "cpu" or "cuda".
+
+    Ray ends the process that loses its cluster; `apart` keeps it in one of its own.
+    """
 
     def __init__(
         self,
@@ -100,10 +103,7 @@ class Ray(Crew):
 
     def _connect(self, address: str) -> None:
         try:
-            with _signals_stay():
-                self.ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            # Ray tells on stdout, which is the caller's, of workers that end; a `Done` does, too.
-            self.ray._private.worker.print_to_stdstream = lambda *_, **__: None
+            self.ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UserError(
@@ -216,14 +216,7 @@ def _how(error: Exception) -> str:
     return f"ended (Ray: {type(error).__name__}{f', {kind.group(1)}' if kind else ''})"
 
 
-@contextlib.contextmanager
-def _signals_stay() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, which is the caller's."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def apart(start: Start, address: str, device: str, count: int | None = None) -> Apart:
+    """The executor as a run uses it; UserError where it cannot be had."""
+    make = functools.partial(Ray, start, address, device, count)
+    return Apart(make, f"the Ray cluster at {address}")

@@ -13,6 +13,7 @@ import pytest
 
 from harness.errors import UserError
 from harness.executors import local
+from harness.executors.apart import Apart
 from harness.executors.base import Done, Job
 from harness.executors.here import Here
 from harness.executors.local import CPU, Local
@@ -67,15 +68,17 @@ def by_doing(done: list[Done]) -> dict[str, Done]:
     return {d.job.doing: d for d in done}
 
 
-@contextlib.contextmanager
-def closing(executor: Local | Here) -> Iterator[Local | Here]:
-    with contextlib.closing(executor):
-        yield executor
+def local_two(begin: Any) -> Local:
+    return Local(begin, [CPU] * 2)
 
 
-@pytest.mark.parametrize("make", [Here, lambda s: Local(s, [CPU] * 2)], ids=["here", "local"])
+def apart(begin: Any) -> Apart:
+    return Apart(functools.partial(local_two, begin), "the crew")
+
+
+@pytest.mark.parametrize("make", [Here, local_two, apart], ids=["here", "local", "apart"])
 def test_every_job_is_done_and_its_error_is_its_own(make: Any) -> None:
-    with closing(make(start)) as executor:
+    with contextlib.closing(make(start)) as executor:
         jobs = [job(functools.partial(square, n), f"squares {n}") for n in range(6)]
         jobs[3:3] = [job(divide, "divides"), job(refuse, "refuses")]
         found = by_doing(list(executor.run(jobs)))
@@ -92,7 +95,7 @@ def test_every_job_is_done_and_its_error_is_its_own(make: Any) -> None:
 
 
 def test_a_killed_workers_job_runs_elsewhere_and_nothing_else_is_lost(tmp_path: Path) -> None:
-    with closing(Local(start, [CPU] * 2)) as executor:
+    with contextlib.closing(Local(start, [CPU] * 2)) as executor:
         jobs = [job(functools.partial(square, n), f"squares {n}") for n in range(8)]
         running = executor.run([job(functools.partial(marked, tmp_path), "waits"), *jobs])
         done = [next(running) for _ in range(4)]
@@ -116,7 +119,7 @@ def test_a_killed_workers_job_runs_elsewhere_and_nothing_else_is_lost(tmp_path: 
 
 
 def test_a_job_that_ends_its_worker_is_given_up_after_three(tmp_path: Path) -> None:
-    with closing(Local(start, [CPU])) as executor:
+    with contextlib.closing(Local(start, [CPU])) as executor:
         jobs = [job(functools.partial(die, tmp_path), "dies"), job(functools.partial(square, 3))]
         found = by_doing(list(executor.run(jobs)))
     assert len(list(tmp_path.iterdir())) == 3
@@ -127,13 +130,28 @@ def test_a_job_that_ends_its_worker_is_given_up_after_three(tmp_path: Path) -> N
 
 
 def test_a_worker_whose_job_broke_is_not_used_again() -> None:
-    with closing(Local(start, [CPU])) as executor:
+    with contextlib.closing(Local(start, [CPU])) as executor:
         (first,) = (d.value() for d in executor.run([job(who)]))
         list(executor.run([job(refuse)]))
         (same,) = (d.value() for d in executor.run([job(who)]))
         list(executor.run([job(divide)]))
         (other,) = (d.value() for d in executor.run([job(who)]))
     assert first == same != other
+
+
+def test_an_executor_that_is_lost_is_one_line(tmp_path: Path) -> None:
+    with contextlib.closing(apart(start)) as executor:
+        assert [place.name for place in executor.workers] == ["worker 1", "worker 2"]
+        running = executor.run([job(functools.partial(marked, tmp_path)), job(who)])
+        assert next(running).job.run is who
+        process = executor.process.process
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(
+            UserError, match="^the crew was lost: .* was killed by SIGKILL; continue"
+        ):
+            next(running)
+    os.kill(int(next(tmp_path.iterdir()).name), signal.SIGKILL)  # which would wait for long
 
 
 @contextlib.contextmanager
@@ -154,12 +172,14 @@ def refused() -> Iterator[int]:
     ids=["ends", "refuses"],
 )
 def test_workers_that_do_not_start_end_the_executor(begin: Any, words: str) -> None:
-    with closing(Local(begin, [CPU])) as executor, pytest.raises(UserError, match=words):
+    with contextlib.closing(Local(begin, [CPU])) as executor, pytest.raises(UserError, match=words):
         list(executor.run([job(who)]))
+    with pytest.raises(UserError, match=words.replace("3 ended", ". ended")):
+        apart(begin)
 
 
 def test_each_worker_sees_its_own_card_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(Local(start, ["3", "GPU-ab"])) as executor:
+    with contextlib.closing(Local(start, ["3", "GPU-ab"])) as executor:
         executor.await_ready()
         found = {d.worker.device: d.value() for d in executor.run([job(card)] * 8) if d.worker}
     assert found == {"3": "3", "GPU-ab": "GPU-ab"}

@@ -1,8 +1,11 @@
 """Executors on a real Ray cluster: a killed actor's job runs elsewhere, and refusals are clear."""
 
 import functools
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,6 +20,7 @@ from harness.executors.ray import Ray
 from tests.harness.evaluated import START, asked, killed
 from tests.harness.ray_cluster import cluster
 from tests.harness.test_executors import by_doing, divide, job, marked, refuse, square, start, who
+from tests.layout import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +37,7 @@ def number(_worker: object) -> int:
 
 
 def test_a_killed_actors_job_runs_elsewhere_and_nothing_else_is_lost(
-    address: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    address: str, tmp_path: Path
 ) -> None:
     with closing(Ray(start, address, "cpu")) as executor:
         jobs = [job(functools.partial(square, n), f"squares {n}") for n in range(8)]
@@ -61,18 +65,26 @@ def test_a_killed_actors_job_runs_elsewhere_and_nothing_else_is_lost(
         found["refuses"].value()
     with pytest.raises(RuntimeError, match="division by zero"):
         found["divides"].value()
-    assert capfd.readouterr().out == ""  # a run's JSON goes there
 
 
 def test_the_cluster_is_used_as_far_as_it_is_free(address: str) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
     with closing(Ray(start, address, "cpu", count=1)) as executor:
         assert len(executor.workers) == 1
         pids = [done.value() for done in executor.run([job(who), job(who)])]
         assert len(set(pids)) == 1 and os.getpid() not in pids
-        assert signal.getsignal(signal.SIGTERM) == handler
     with pytest.raises(UserError, match="has no free GPU; ray status shows"):
         Ray(start, address, "cuda")
+
+
+def test_a_run_keeps_its_output_and_its_signals(address: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.harness.apart_run", address, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)  # and Ray's own words are not there
+    (loss,) = told.pop("losses")
+    assert loss.endswith(" ended (Ray: ActorDiedError, SYSTEM_ERROR) while it waits")
+    assert loss.partition(" ended ")[0] not in told["workers"] and len(told.pop("workers")) == 2
+    assert told == {"squares": [0, 1, 4, 9], "same": True, "own_handler": True, "imported": False}
 
 
 def test_other_sources_are_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
