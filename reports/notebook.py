@@ -12,13 +12,14 @@ from typing import Any
 
 from harness import cli
 from harness.certificate import ROOT
-from harness.errors import ExitCode, UserError
+from harness.errors import ExitCode, SelfTestError, UserError
 from reports.files import write_text
 
 FOLDER = Path(__file__).parent / "notebooks"
 LIBRARIES = "papermill", "nbformat", "ipykernel"
 INSTALL = "pip install -c constraints.txt -e '.[notebooks]'"
 REQUIRED = "required: "  # how the comment of a parameter without a default begins
+SAID = {kind.__name__: kind for kind in (UserError, SelfTestError)}  # of cells, in one line
 QUIET = ["--log-level=50"]  # the kernel's own messages, on stderr
 
 
@@ -71,7 +72,7 @@ def execute(name: str, given: Mapping[str, str], out: Path, *, where: Path | Non
 
     It runs in the folder `where`, by default the caller's. `given` holds parameters as text.
     UserError for an unknown name or parameter, for a library that is not installed, and for what a
-    cell raises as such; nothing is written then.
+    cell raises as such, as SelfTestError; nothing is written then.
     """
     if name not in names():
         raise UserError(f"unknown notebook {name!r}; choose one of {', '.join(names())}")
@@ -93,9 +94,9 @@ def execute(name: str, given: Mapping[str, str], out: Path, *, where: Path | Non
                 extra_arguments=QUIET,
             )
         except papermill.PapermillExecutionError as error:
-            if error.ename != UserError.__name__:
+            if error.ename not in SAID:
                 raise
-            raise UserError(f"notebook {name}: {error.evalue}") from error
+            raise SAID[error.ename](f"notebook {name}: {error.evalue}") from error
     for part in (done, *done.cells):
         part.metadata.pop("papermill", None)  # times and paths of this machine
     return write_text(out, nbformat.writes(done) + "\n")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from papermill import PapermillExecutionError
 
-from harness.errors import UserError
+from harness.errors import SelfTestError, UserError
 from reports import notebook
 from reports.__main__ import main
 from tests.layout import ROOT
@@ -232,6 +233,24 @@ def test_what_a_cell_refuses_is_one_line_and_nothing_is_written(tmp_path: Path) 
     with pytest.raises(UserError, match="^notebook explore_trace: cannot read the trace gone.gz"):
         main(["notebook", "explore_trace", "-p", "trace", "gone.gz", "--out", str(out)])
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "kind", [SelfTestError, pytest.param(ZeroDivisionError, marks=pytest.mark.slow)]
+)
+def test_a_failed_self_test_is_one_and_our_mistakes_keep_their_traceback(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = ["x = 1  # a number", f"from harness.errors import *\nraise {kind.__name__}('so')"]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    book.cells[0].metadata["tags"] = ["parameters"]
+    book.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
+    nbformat.write(book, tmp_path / "own.ipynb")
+    monkeypatch.setattr(notebook, "FOLDER", tmp_path)
+    raised = SelfTestError if kind is SelfTestError else PapermillExecutionError
+    with pytest.raises(raised, match="so"):
+        notebook.execute("own", {"x": "2"}, tmp_path / "out.ipynb")
+    assert not (tmp_path / "out.ipynb").exists()
 
 
 def test_without_the_extra_the_line_says_what_to_install(
