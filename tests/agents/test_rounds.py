@@ -29,14 +29,12 @@ from tests.agents.test_claude_run import BREAKS, HONEST, text
 from tests.agents.test_search import attempt
 
 SLOW = """
-        for _ in range(20):
-            x = x * 1.0
+        import time
+        time.sleep(0.0005)
         return honest(node, x)
 """
 ALSO = """
-        for _ in range(6):
-            x = x * 1.0
-        return honest(node, x)
+        return honest(node, x * 1.0)
 """
 BODIES = {"slow": SLOW, "breaks": BREAKS, "fast": HONEST, "also": ALSO}
 
@@ -65,7 +63,7 @@ def test_the_fastest_goes_on_and_what_fails_slows_its_region_or_is_beaten_does_n
     rounds = Rounds(Desk(loop.session, loop.open_gate))
     files = submitted(tmp_path)
     made = {Path(s.proposal.change).stem: s for s in rounds.suggestions(files, loop.context())}
-    assert set(list(made)[:2]) == {"breaks", "slow"} and list(made)[2:] == ["fast", "also"]
+    assert set(list(made)[:2]) == {"breaks", "slow"}
     assert [made[name].settled for name in BODIES] == [True, True, False, False]
     known = {name: s.beforehand for name, s in made.items()}
     assert known["slow"] is not None and known["slow"].verdict.passed
@@ -87,13 +85,16 @@ def test_the_fastest_goes_on_and_what_fails_slows_its_region_or_is_beaten_does_n
     assert refused.status is Status.REJECTED and refused.region_verdict is not None
     assert refused.reason.startswith("its region gets slower") and refused.region_verdict.passed
 
-    loop.ledger.append("attempt", attempt(files[2][0], Status.KEPT))
+    best = list(made.values())[2].proposal.change
+    gains = {e.file: e.time.gain_us for e in search.evaluated(loop.ledger).values() if e.time}
+    assert gains[best] == max(gains.values())
+    loop.ledger.append("attempt", attempt(best, Status.KEPT))
     model = share(loop.session.reference)
-    apply_change(model, load_change(files[2][0]), "torch")
+    apply_change(model, load_change(best), "torch")
     (left,) = rounds.suggestions(files, replace(loop.context(), model=model))
     assert left.beforehand is not None and left.settled
     assert (left.beforehand.refused or "").startswith(
-        "fast.py of the same round was kept in its place: one call of scaled_norm gains "
+        f"{Path(best).name} of the same round was kept in its place: one call of scaled_norm gains "
     )
 
 
