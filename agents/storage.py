@@ -4,7 +4,9 @@ A database's password stays in this process: neither the ledger nor a message ha
 """
 
 import argparse
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,12 +157,23 @@ class Studies:
 
             return JournalStorage(JournalFileBackend(str(self.journal)))
         from optuna.storages import RDBStorage
-        from sqlalchemy.exc import SQLAlchemyError
 
         require_driver(self.url)
-        try:
+        with self.reached():
             return RDBStorage(self.url)
-        except SQLAlchemyError as error:
+
+    @contextlib.contextmanager
+    def reached(self) -> Iterator[None]:
+        """What the database fails at meanwhile is a UserError: no fault of what is tuned."""
+        if self.url is None:
+            yield
+            return
+        from optuna.exceptions import StorageInternalError
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            yield
+        except (SQLAlchemyError, StorageInternalError) as error:
             kind = type(getattr(error, "orig", None) or error).__name__
             raise UserError(
                 f"the database {shown(self.url)} cannot be used ({kind}); check its address, name, "

@@ -92,21 +92,22 @@ def _search(
         return time_us(values)
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(
-        study_name=f"{studies.mark}{change.name}:{implementation.backend}:{shape_key(shape)}",
-        storage=studies.open(),
-        sampler=optuna.samplers.TPESampler(seed=0),
-        load_if_exists=True,
-    )
-    first = {name: getattr(default, name) for name in candidates}
-    if not study.trials:
-        study.enqueue_trial(first)
-    space = sum(1 for _ in itertools.product(*candidates.values()))
-    trials = min(MAX_TRIALS, space) - len(study.trials)
-    if trials > 0:
-        study.optimize(objective, n_trials=trials, timeout=seconds)
-    finished = [t for t in study.trials if t.value is not None]
+    with studies.reached():
+        study = optuna.create_study(
+            study_name=f"{studies.mark}{change.name}:{implementation.backend}:{shape_key(shape)}",
+            storage=studies.open(),
+            sampler=optuna.samplers.TPESampler(seed=0),
+            load_if_exists=True,
+        )
+        first = {name: getattr(default, name) for name in candidates}
+        if not study.trials:
+            study.enqueue_trial(first)
+        space = sum(1 for _ in itertools.product(*candidates.values()))
+        trials = min(MAX_TRIALS, space) - len(study.trials)
+        if trials > 0:
+            study.optimize(objective, n_trials=trials, timeout=seconds)
+        finished = [t for t in study.trials if t.value is not None]
     if not finished:
         return None
-    best = study.best_params
+    best = min(finished, key=lambda t: t.value or 0.0).params
     return None if best == first else best

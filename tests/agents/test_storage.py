@@ -1,11 +1,11 @@
 """Where the trials of launch knobs are kept, and that no password of a database is."""
 
 import importlib.util
-import time
 from pathlib import Path
 
 import optuna
 import pytest
+from sqlalchemy import create_engine, text
 
 from agents import run, storage
 from agents.storage import Studies
@@ -30,9 +30,8 @@ def test_trials_are_kept_in_a_database_under_the_runs_mark(tmp_path: Path) -> No
     assert name == f"{studies.mark}waiting:torch:F=512" and len(studies.mark) == 13
     before = optuna.load_study(study_name=name, storage=url).trials
     assert len(before) >= 2
-    started = time.perf_counter()
     again = tune(MODEL, CHANGE, "torch", step, studies=Studies.of(ledger, url), seconds=20.0)
-    assert again == found and time.perf_counter() - started < 2.0
+    assert again == found
     after = optuna.load_study(study_name=name, storage=url).trials
     assert [t.value for t in after[: len(before)]] == [t.value for t in before]
     assert len(after) <= 4  # what there is to try
@@ -73,6 +72,16 @@ def test_a_database_that_cannot_be_used_is_named_without_its_password(tmp_path: 
     studies = Studies(tmp_path / "unused", f"sqlite:///{tmp_path}/nowhere/studies.db?timeout=1")
     with pytest.raises(UserError, match=r"studies\.db\?\*\*\* cannot be used \(OperationalError\)"):
         studies.open()
+
+
+def test_a_database_that_is_lost_is_no_fault_of_the_change(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/studies.db"
+    with (
+        pytest.raises(UserError, match=r"studies\.db cannot be used \(OperationalError\)"),
+        Studies(tmp_path / "unused", url).reached(),
+    ):
+        with create_engine(url).connect() as connection:
+            connection.execute(text("select * from trials"))
 
 
 @pytest.mark.parametrize("words", [["--require-sandbox"], ["--proposer", "claude"]])
