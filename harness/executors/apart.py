@@ -27,7 +27,7 @@ class Apart:
     UserError."""
 
     def __init__(self, make: Callable[[], Executor], what: str) -> None:
-        self.what = what
+        self.what, self.busy = what, False
         place = Place(name=what, device=CPU, host=platform.node())
         self.process = Process(partial(held, make), place)
         try:
@@ -39,10 +39,12 @@ class Apart:
 
     def run(self, jobs: Iterable[Job] = ()) -> Iterator[Done]:
         listed = list(jobs)
+        self.busy = True
         self._ask(partial(begin, listed))
         while (found := self._ask(following)) is not None:
             number, done = found
             yield replace(done, job=listed[number])
+        self.busy = False
         self.workers = self._ask(places)
 
     def await_ready(self) -> None:
@@ -65,7 +67,9 @@ class Apart:
         return value
 
     def close(self) -> None:
-        self.process.process.terminate()
+        if self.busy:
+            self.process.process.terminate()
+        self.process.connection.close()  # an idle one ends by that
         self.process.join(time.monotonic() + JOIN_S)
 
 

@@ -36,6 +36,7 @@ def main(address: str, folder: Path) -> None:
             "own_handler": signal.getsignal(signal.SIGTERM) == handler,
             "imported": "ray" in sys.modules,
         }
+    told["code"] = executor.process.process.exitcode
     print(json.dumps(told))
 
 

@@ -144,6 +144,8 @@ def test_an_executor_that_is_lost_is_one_line(tmp_path: Path) -> None:
         assert [place.name for place in executor.workers] == ["worker 1", "worker 2"]
         running = executor.run([job(functools.partial(marked, tmp_path)), job(who)])
         assert next(running).job.run is who
+        while not any(tmp_path.iterdir()):
+            time.sleep(0.01)
         process = executor.process.process
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)

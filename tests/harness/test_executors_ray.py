@@ -84,6 +84,7 @@ def test_a_run_keeps_its_output_and_its_signals(address: str, tmp_path: Path) ->
     (loss,) = told.pop("losses")
     assert loss.endswith(" ended (Ray: ActorDiedError, SYSTEM_ERROR) while it waits")
     assert loss.partition(" ended ")[0] not in told["workers"] and len(told.pop("workers")) == 2
+    assert told.pop("code") == 0 and "SIGTERM" not in done.stderr
     assert told == {"squares": [0, 1, 4, 9], "same": True, "own_handler": True, "imported": False}
 
 
