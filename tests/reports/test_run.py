@@ -128,5 +128,5 @@ def test_missing_field_is_named(cpu_run: Path) -> None:
 def test_binary_ledger(cpu_run: Path) -> None:
     path = cpu_run / Ledger.NAME
     path.write_bytes(path.read_bytes() + b"\xff\xfe\n")
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="restore the file, or start a new run"):
         Run.load(cpu_run)
