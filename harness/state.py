@@ -39,6 +39,7 @@ class State:
         self.labels: Counter[str] = Counter()
         self.naming = plan.name or bool(plan.elide)
         self.modules = module_names(root)
+        self.rounded = {n for n in plan.add if n.partition(IN)[0] not in added.ADDED}
         known = set(self.modules.values())
         self.uses, self.added_in = by_module(plan.elide, known), by_module(plan.add, known)
         self.readers: dict[int, set[str]] = {}  # of each rounding point, if they are named
@@ -227,7 +228,7 @@ class State:
     ) -> Tensor:
         """A result that stays in FP32 in the reference; a plan may round it to BF16, or fuse it."""
         plan = self.plan
-        if not (plan.name or plan.add or plan.fuse) or dtype != torch.float32:
+        if not (plan.name or self.rounded or plan.fuse) or dtype != torch.float32:
             return value
         point = self._point(called, value, dtype, -1)
         for i, compute in enumerate(fused):
@@ -238,7 +239,7 @@ class State:
                 value = compute()
         if self.plan.name:
             self.wides.append(point)
-        return value.bfloat16().to(value.dtype) if point.name in self.plan.add else value
+        return value.bfloat16().to(value.dtype) if point.name in self.rounded else value
 
     def _point(self, called: str, value: Tensor, dtype: torch.dtype, index: int) -> Point:
         where = site(self.modules)

@@ -18,18 +18,16 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from optimized.boundary_router_kernel import boundary_router_kernel
 from optimized.change import Change, Contract, Implementation, KnobValue, region_of
-from optimized.residual_boundary import post_norm_and_add, row_pieces
+from optimized.residual_boundary import post_kind, row_pieces
 from optimized.router_topk import choose, outside_router
 from optimized.triton_support import (
     OfflineCase,
     launch,
-    let_next_start,
     outside_domain,
-    previous_is_done,
     row_stride,
 )
 
@@ -66,82 +64,6 @@ class BoundaryRouterKnobs:
         return head + tail >= 32 * self.warps and held <= 240 and not (self.split and whole)
 
 
-@triton.jit
-def boundary_router_kernel(
-    y_ptr,
-    h_ptr,
-    post_ptr,
-    pre_ptr,
-    weight_ptr,
-    h_out_ptr,
-    x_out_ptr,
-    logits_ptr,
-    y_stride,
-    h_stride,
-    y_scale,
-    h_scale,
-    eps,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    token = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * ROWS
-    head = tl.arange(0, HEAD)
-    in_head = head < D
-    post_head = tl.load(post_ptr + head, mask=in_head, other=0.0)
-    pre_head = tl.load(pre_ptr + head, mask=in_head, other=0.0)
-    if TAIL > 0:
-        tail = HEAD + tl.arange(0, TAIL)
-        in_tail = tail < D
-        post_tail = tl.load(post_ptr + tail, mask=in_tail, other=0.0)
-        pre_tail = tl.load(pre_ptr + tail, mask=in_tail, other=0.0)
-    heads, tails = (), ()
-    for r in tl.static_range(ROWS):  # pyright: ignore[reportGeneralTypeIssues]
-        row = weight_ptr + (first + r) * D
-        there = first + r < E
-        heads = heads + (tl.load(row + head, mask=in_head & there, other=0.0),)
-        if TAIL > 0:
-            tails = tails + (tl.load(row + tail, mask=in_tail & there, other=0.0),)
-
-    previous_is_done(PDL)
-    y_row, h_row = y_ptr + token * y_stride, h_ptr + token * h_stride
-    y_head = tl.load(y_row + head, mask=in_head, other=0.0).to(tl.float32)
-    h_head = tl.load(h_row + head, mask=in_head, other=0.0).to(tl.float32)
-    squares = tl.sum(y_head * y_head, axis=0)
-    if TAIL > 0:
-        y_tail = tl.load(y_row + tail, mask=in_tail, other=0.0).to(tl.float32)
-        h_tail = tl.load(h_row + tail, mask=in_tail, other=0.0).to(tl.float32)
-        squares += tl.sum(y_tail * y_tail, axis=0)
-    inverse = tl.rsqrt(squares * (1.0 / D) + eps)
-    h_head = post_norm_and_add(y_head, h_head, post_head.to(tl.float32), inverse, y_scale, h_scale)
-    squares = tl.sum(h_head * h_head, axis=0)
-    if TAIL > 0:
-        wide = post_tail.to(tl.float32)
-        h_tail = post_norm_and_add(y_tail, h_tail, wide, inverse, y_scale, h_scale)
-        squares += tl.sum(h_tail * h_tail, axis=0)
-    inverse = tl.rsqrt(squares * (1.0 / D) + eps)
-    x_head = (h_head * inverse * pre_head.to(tl.float32)).to(tl.bfloat16)
-    h_out, x_out = h_out_ptr + token * D, x_out_ptr + token * D
-    if TAIL > 0:
-        x_tail = (h_tail * inverse * pre_tail.to(tl.float32)).to(tl.bfloat16)
-    if tl.program_id(0) == 0:
-        tl.store(h_out + head, h_head.to(tl.bfloat16), mask=in_head)
-        tl.store(x_out + head, x_head, mask=in_head)
-        if TAIL > 0:
-            tl.store(h_out + tail, h_tail.to(tl.bfloat16), mask=in_tail)
-            tl.store(x_out + tail, x_tail, mask=in_tail)
-    for r in tl.static_range(ROWS):  # pyright: ignore[reportGeneralTypeIssues]
-        logit = tl.sum(x_head.to(tl.float32) * heads[r], axis=0)
-        if TAIL > 0:
-            logit += tl.sum(x_tail.to(tl.float32) * tails[r], axis=0)
-        tl.store(logits_ptr + token * E + first + r, logit, mask=first + r < E)
-
-
 def shape(node: Any, h: Tensor, x: Tensor, *rest: Any) -> dict[str, int]:
     """N tokens and D hidden of a call."""
     return {"N": x.numel() // x.shape[-1], "D": x.shape[-1]}
@@ -149,15 +71,20 @@ def shape(node: Any, h: Tensor, x: Tensor, *rest: Any) -> dict[str, int]:
 
 def guard(node: Any, h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor) -> str | None:
     """Why the kernel does not take this call, or None."""
-    router = getattr(node.mlp, "gate", node)
-    if region_of(router) != "router" or region_of(node.attn_boundary) != "residual_boundary":
+    return outside(node, h, x, "router", "residual_boundary")
+
+
+def outside(node: Any, h: Tensor, x: Tensor, router: str, boundary: str) -> str | None:
+    """Why the kernel does not take this call of a layer with such a router and boundary."""
+    gate = getattr(node.mlp, "gate", node)
+    if region_of(gate) != router or region_of(node.attn_boundary) != boundary:
         return "the layer has no such router after such a boundary"
     tokens, width = shape(node, h, x).values()
     if not 0 < tokens <= MAX_TOKENS or width > MAX_WIDTH:
         return f"{tokens} tokens of width {width}, the kernel takes 1 to {MAX_TOKENS}"
     if row_stride(h) is None:
         return f"h has strides {h.stride()}, the kernel takes evenly spaced rows"
-    return outside_router(router, width) or outside_domain(x=x, h=h)
+    return outside_router(gate, width) or outside_domain(x=x, h=h)
 
 
 def build(node: Any, knobs: BoundaryRouterKnobs | None):
@@ -166,7 +93,9 @@ def build(node: Any, knobs: BoundaryRouterKnobs | None):
     def forward(h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor):
         y = node.self_attn(x, step, cache)
         norms = node.post_attention_layernorm.weight, node.pre_feedforward_layernorm.weight
-        h, x, logits = enter(y, h, *norms, node.mlp.gate.weight, node.attn_boundary, knobs)
+        boundary, weight = node.attn_boundary, node.mlp.gate.weight
+        scales, eps = (boundary.y_scale, boundary.h_scale), (boundary.eps, boundary.eps)
+        h, x, logits = enter(y, h, *norms, None, weight, scales, eps, knobs)
         weights, experts = choose(node.mlp.gate, logits[None])
         y = node.mlp.experts(x.flatten(0, 1), weights, experts)
         y = node.mlp.rank_sum(y.view_as(x))
@@ -178,14 +107,20 @@ def build(node: Any, knobs: BoundaryRouterKnobs | None):
 def enter(
     y: Tensor,
     h: Tensor,
-    post_weight: Tensor,
+    post_weight: Tensor | None,
     pre_weight: Tensor,
+    gate: Tensor | None,
     weight: Tensor,
-    boundary: Any,
+    scales: tuple[float, float],
+    eps: tuple[float, float],
     knobs: BoundaryRouterKnobs | None,
+    *,
+    centred: bool = False,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, h [..., D], post_weight, pre_weight [D], weight [E, D] FP32) -> (h, x [..., D], logits
-    [N, E] FP32); `boundary` has the scales and eps."""
+    """(y, h [..., D], router's weight [E, D] FP32) -> (h, x [..., D], logits [N, E] FP32); the
+    others are those of `residual_boundary.cross`. With `tf32` the router reads x before its
+    rounding, in TF32."""
     count, width = weight.shape
     tokens = y.numel() // width
     chosen = knobs or BoundaryRouterKnobs.heuristic({"N": tokens, "D": width})
@@ -197,40 +132,50 @@ def enter(
         (triton.cdiv(count, chosen.rows), tokens),
         y,
         h,
-        post_weight,
+        pre_weight if post_weight is None else post_weight,
         pre_weight,
+        pre_weight if gate is None else gate,
         weight,
         h_out,
         x_out,
         logits,
         row_stride(y),
         row_stride(h),
-        boundary.y_scale,
-        boundary.h_scale,
-        boundary.eps,
+        *scales,
+        *eps,
         D=width,
         E=count,
         HEAD=head,
         TAIL=tail,
         ROWS=chosen.rows,
+        POST=post_kind(post_weight is not None, gate is not None),
+        GATED=gate is not None,
+        CENTRED=centred,
+        TF32=tf32,
         num_warps=chosen.warps,
     )
     return h_out, x_out, logits
 
 
-def offline_cases() -> list[OfflineCase]:
-    """Beam: 5120 wide, 256 experts."""
+def offline_case(width: int, knobs: BoundaryRouterKnobs, **kind: Any) -> OfflineCase:
+    """256 experts; `kind` are POST, GATED, CENTRED and TF32."""
     names = "y_ptr", "h_ptr", "post_ptr", "pre_ptr", "h_out_ptr", "x_out_ptr"
     kinds: dict[str, str] = dict.fromkeys(names, "*bf16")
     kinds |= dict.fromkeys(("weight_ptr", "logits_ptr"), "*fp32")
+    kinds |= {"gate_ptr": "*fp32" if kind["GATED"] else "*bf16"}
     kinds |= dict.fromkeys(("y_stride", "h_stride"), "i32:16")
-    kinds |= dict.fromkeys(("y_scale", "h_scale", "eps"), "fp32")
-    knobs = BoundaryRouterKnobs.heuristic({"N": 1, "D": 5120})
-    head, tail = row_pieces(5120, knobs.split)
-    values = {"D": 5120, "E": 256, "HEAD": head, "TAIL": tail, "ROWS": knobs.rows}
+    kinds |= dict.fromkeys(("y_scale", "h_scale", "post_eps", "eps"), "fp32")
+    head, tail = row_pieces(width, knobs.split)
+    values = {"D": width, "E": 256, "HEAD": head, "TAIL": tail, "ROWS": knobs.rows, **kind}
     kinds |= dict.fromkeys(values, "constexpr")
     ordered = {n: kinds[n] for n in boundary_router_kernel.arg_names if n != "PDL"}
-    return [OfflineCase(boundary_router_kernel, ordered, values, knobs.warps)]
+    return OfflineCase(boundary_router_kernel, ordered, values, knobs.warps)
+
+
+def offline_cases() -> list[OfflineCase]:
+    """5120 wide, as Beam."""
+    knobs = BoundaryRouterKnobs.heuristic({"N": 1, "D": 5120})
+    return [offline_case(5120, knobs, POST="weighted", GATED=False, CENTRED=False, TF32=False)]
 
 
 CHANGE = Change(

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.errors import TritonError
 
-from optimized.triton_support import EXACT, INTERPRETED, OfflineCase
+from optimized.triton_support import EXACT, INTERPRETED, OfflineCase, tf32_precision
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
@@ -87,6 +87,12 @@ def resources(
     if "PDL" in kernel.arg_names:  # dependent launch is NVIDIA's
         signature = {**signature, "PDL": "constexpr"}
         constexprs = {**constexprs, "PDL": TARGETS[target].backend == "cuda"}
+    if "PRECISION" in kernel.arg_names:
+        signature = {**signature, "PRECISION": "constexpr"}
+        constexprs = {
+            **constexprs,
+            "PRECISION": tf32_precision(hip=TARGETS[target].backend == "hip"),
+        }
     names = list(signature)
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]]

@@ -130,6 +130,7 @@ def residual_boundary_kernel(
     gate_ptr,
     h_out_ptr,
     x_out_ptr,
+    rms_ptr,
     y_stride,
     h_stride,
     count,
@@ -144,10 +145,12 @@ def residual_boundary_kernel(
     POST: tl.constexpr,
     GATED: tl.constexpr,
     CENTRED: tl.constexpr,
+    KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`POST` is "weighted", "input_scaled" or "unit". With `GATED` the two scales are the inverse
-    temperature and the floor of the gates at `gate_ptr`, FP32."""
+    temperature and the floor of the gates at `gate_ptr`, FP32. `KEEP` stores what the pre-norm
+    multiplies each row by at `rms_ptr`, FP32."""
     let_next_start(PDL)
     head = tl.arange(0, HEAD)
     in_head = head < D
@@ -197,6 +200,8 @@ def residual_boundary_kernel(
             )
             squares += tl.sum(h_tail * h_tail, axis=0)
         inverse = tl.rsqrt(squares * (1.0 / D) + eps)
+        if KEEP:
+            tl.store(rms_ptr + row, inverse)
         h_out, x_out = h_out_ptr + row * D, x_out_ptr + row * D
         x_head = h_head * inverse * norm_factor(pre_head, CENTRED)
         tl.store(h_out + head, h_head.to(tl.bfloat16), mask=in_head)
@@ -249,12 +254,14 @@ def cross(
     eps: tuple[float, float],
     knobs: BoundaryKnobs,
     centred: bool = False,
+    inverse_rms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y, h [..., D] BF16 -> the new h and its pre-norm x [..., D] BF16.
 
     Without a gate [D] FP32 the post-norm is weighted and `scales` are those of y and h. With one it
     is input-scaled, or unit without a weight, and they are the gate's inverse temperature and
-    floor. `eps` are those of post- and pre-norm.
+    floor. `eps` are those of post- and pre-norm. What the pre-norm multiplies each row by goes to
+    `inverse_rms` [rows] FP32, if given.
     """
     h_out, x_out = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for _ in "hx")
     if y.numel() == 0:
@@ -272,6 +279,7 @@ def cross(
         pre_weight if gate is None else gate,
         h_out,
         x_out,
+        pre_weight if inverse_rms is None else inverse_rms,
         row_stride(y),
         row_stride(h),
         rows,
@@ -284,6 +292,7 @@ def cross(
         POST=post_kind(post_weight is not None, gate is not None),
         GATED=gate is not None,
         CENTRED=centred,
+        KEEP=inverse_rms is not None,
         num_warps=knobs.warps,
     )
     return h_out, x_out
@@ -297,15 +306,18 @@ def post_kind(weighted: bool, gated: bool) -> str:
 
 
 def cases(
-    width: int, knobs: type[BoundaryKnobs], kinds: Sequence[tuple[str, bool, bool]]
+    width: int,
+    knobs: type[BoundaryKnobs],
+    kinds: Sequence[tuple[str, bool, bool]],
+    keep: bool = False,
 ) -> list[OfflineCase]:
     """A decode step and a prefill's many rows, for each kind: POST, GATED and CENTRED."""
     pointers = "y_ptr", "h_ptr", "post_ptr", "pre_ptr", "gate_ptr", "h_out_ptr", "x_out_ptr"
-    signature = dict.fromkeys(pointers, "*bf16")
+    signature = dict.fromkeys(pointers, "*bf16") | {"rms_ptr": "*fp32" if keep else "*bf16"}
     signature |= dict.fromkeys(("y_stride", "h_stride"), "i32:16")
     signature |= {"count": "i32"}
     signature |= dict.fromkeys(("y_scale", "h_scale", "post_eps", "eps"), "fp32")
-    constants = "D", "HEAD", "TAIL", "ROWS", "POST", "GATED", "CENTRED"
+    constants = "D", "HEAD", "TAIL", "ROWS", "POST", "GATED", "CENTRED", "KEEP"
     signature |= dict.fromkeys(constants, "constexpr")
     found = []
     for rows in (1, 16384):
@@ -313,7 +325,7 @@ def cases(
         head, tail = row_pieces(width, chosen.split)
         values: dict[str, Any] = {"D": width, "HEAD": head, "TAIL": tail, "ROWS": chosen.rows}
         for post, gated, centred in kinds:
-            kind = {"POST": post, "GATED": gated, "CENTRED": centred}
+            kind = {"POST": post, "GATED": gated, "CENTRED": centred, "KEEP": keep}
             types = signature | {"gate_ptr": "*fp32" if gated else "*bf16"}
             case = OfflineCase(residual_boundary_kernel, types, values | kind, chosen.warps)
             found.append(case)

@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from optimized.launches import observed
+
 INTERPRETED: bool = knobs.runtime.interpret
 
 # A product and a sum that the reference rounds apart must not become one fused multiply-add, which
@@ -65,14 +67,25 @@ def launch(
 
     `exact=False` lets the compiler fuse multiplications and additions: where all products are exact
     it changes nothing. A kernel with an argument `PDL` promises to call `previous_is_done` before
-    it reads or writes anything but weights, and is started early where the GPU can.
+    it reads or writes anything but weights, and is started early where the GPU can. An argument
+    `PRECISION` is how it multiplies operands that are TF32 already.
     """
+    __tracebackhide__ = True  # a kernel is its caller's: a trace shows the line that calls this
     options: dict[str, Any] = dict(EXACT) if exact else {}
     if "PDL" in kernel.arg_names:
         constexprs["PDL"] = DependentLaunch.active()
         if constexprs["PDL"]:
             options["launch_pdl"] = True
-    kernel[grid](*arguments, **constexprs, num_warps=num_warps, **options)
+    if "PRECISION" in kernel.arg_names:
+        constexprs["PRECISION"] = tf32_precision(hip=torch.version.hip is not None)
+    with observed(kernel, arguments):
+        kernel[grid](*arguments, **constexprs, num_warps=num_warps, **options)
+
+
+def tf32_precision(*, hip: bool) -> str:
+    """Of products whose operands are rounded to TF32: exact in FP32, too, where a GPU has no TF32
+    units (AMD's since CDNA4)."""
+    return "ieee" if hip else "tf32"
 
 
 def prefetch_chunks(nbytes: int) -> int:
@@ -155,6 +168,15 @@ def sigmoid_fp32(x):
 def silu_fp32(x):
     """x / (1 + e^-x) in FP32 with IEEE division, as PyTorch computes it."""
     return tl.math.div_rn(x, 1.0 + exp_fp32(-x))
+
+
+@triton.jit
+def round_to_tf32(x):
+    """FP32 values rounded to TF32's 10 mantissa bits, to nearest even; as FP32. Tensor cores cut
+    the others off."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0xFFF + ((bits >> 13) & 1)) & -8192
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

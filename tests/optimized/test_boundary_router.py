@@ -33,6 +33,10 @@ def parts(tokens, width, experts=16):
     return ResidualBoundary(8, 1e-6), y, h, *norms, weight
 
 
+def numbers(boundary):
+    return (boundary.y_scale, boundary.h_scale), (boundary.eps, boundary.eps)
+
+
 def reference(boundary, y, h, post, pre, weight):
     h, x = boundary(y, h, post, pre)
     return h, x, torch.nn.functional.linear(x.flatten(0, 1).float(), weight)
@@ -51,7 +55,7 @@ def reordered(given, count=16):
 
 def assert_matches(given, knobs=None):
     boundary, y, h, post, pre, weight = given
-    found = enter(y, h, post, pre, weight, boundary, knobs)
+    found = enter(y, h, post, pre, None, weight, *numbers(boundary), knobs)
     expected = reference(*given)
     noise = list(zip(*reordered(given), strict=True))
     for mine, ours, others in zip(found, expected, noise, strict=True):
@@ -106,7 +110,8 @@ def test_the_layer_around_it(tokens):
 
     y = layer.self_attn(x, step, cache)
     norms = layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight
-    h, x, logits = enter(y, h, *norms, layer.mlp.gate.weight, layer.attn_boundary, None)
+    numbers_of = numbers(layer.attn_boundary)
+    h, x, logits = enter(y, h, *norms, None, layer.mlp.gate.weight, *numbers_of, None)
     weights, experts = choose(layer.mlp.gate, logits[None])
     assert experts.tolist() == layer.mlp.gate.choose(logits.sigmoid())[1].tolist()
     y = layer.mlp.experts(x.flatten(0, 1), weights, experts).view_as(x)
