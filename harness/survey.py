@@ -23,7 +23,15 @@ from harness.selftest import regions
 from harness.trees import same_bits
 from harness.workload import Workload
 from optimized.catalog import for_model
-from optimized.change import Change, Contract, Implementation, apply_change, nodes, share
+from optimized.change import (
+    Change,
+    Contract,
+    Implementation,
+    apply_change,
+    nodes,
+    region_of,
+    share,
+)
 
 KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
 
@@ -216,16 +224,27 @@ def judge_honest(
 
 
 def regions_of(workload: Workload, wanted: list[str] | None) -> list[str]:
-    """The model's regions and those of catalogued changes, or those of them that are wanted;
-    UserError for one without nodes."""
-    catalogued = (c.region for c, _ in for_model(workload.model, workload.device.type))
-    known = list(dict.fromkeys([*regions(workload.model), *catalogued]))
+    """The regions of all modules that may have rounding points and those of catalogued changes, or
+    those of them that are wanted; UserError for one without nodes.
+
+    What holds a list of layers is judged layer by layer (`harness.layers`), never as a whole.
+    """
+    model = workload.model
+    catalogued = (c.region for c, _ in for_model(model, workload.device.type))
+    called = [region_of(m) for name, m in model.named_modules() if name and _is_called(m)]
+    known = list(dict.fromkeys([*regions(model), *called, *catalogued]))
     for region in wanted or ():
-        if not nodes(workload.model, region):
+        if not nodes(model, region):
             raise UserError(
                 f"model {workload.name} has no region {region!r}; it has: {', '.join(known)}"
             )
     return wanted or known
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether the module computes something itself, and is no stack of layers."""
+    computes = type(module).forward is not nn.Module.forward
+    return computes and not any(isinstance(m, nn.ModuleList) for m in module.modules())
 
 
 def chosen(count: int, limit: int | None, sample: int | None, seed: int) -> list[int]:

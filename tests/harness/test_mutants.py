@@ -266,7 +266,13 @@ def test_a_mutant_that_no_case_reaches_is_no_equivalent() -> None:
 
 
 def test_regions_and_samples_are_chosen() -> None:
-    assert {"residual_boundary", "linear"} <= set(regions_of(mini(), None))
+    known = set(regions_of(mini(), None))
+    assert known >= {"residual_boundary", "step_tables", "embedding", "layer", "attention"}
+    assert known >= {"linear", "rmsnorm", "dense_mlp"}
+    assert not known & {"decoder", "module_list"}  # judged layer by layer
+    assert set(regions_of(toy(), None)) == {
+        *("embedding", "linear", "choose", "add_norm", "block", "mix", "mixture")
+    }
     assert regions_of(toy(), ["choose"]) == ["choose"]
     with pytest.raises(UserError, match="no region 'nothing'; it has: embedding, linear"):
         regions_of(toy(), ["nothing"])
