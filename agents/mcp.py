@@ -13,8 +13,8 @@ from agents import run
 from agents.claude import secrets
 from agents.mcp_link import MCP
 from harness import cli
+from harness.arguments import count, positive, seed
 from harness.errors import UserError
-from harness.ledger import Ledger
 
 MINUTES = 120.0  # an agent thinks, too
 RUN = sys.executable, "-m", "agents.mcp_run"
@@ -32,12 +32,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--preset", default="auto", help="a size of the model; auto picks by the device")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    p.add_argument("--seed", type=int, default=0, help="seed of weights, inputs and cases")
+    p.add_argument("--seed", type=seed, default=0, help="seed of weights, inputs and cases")
     p.add_argument("--plan", metavar="FILE|RUN|auto|none", help="changes to begin with")
-    p.add_argument("--max-changes", type=int, help="end after so many submissions")
+    p.add_argument("--max-changes", type=count, help="end after so many submissions")
     p.add_argument(
         "--budget-minutes",
-        type=float,
+        type=positive,
         help=f"end when so much time is used up; default {MINUTES:g}",
     )
     p.add_argument("--run-dir", type=Path, help="where to write; default runs/<date>-<target>")
@@ -56,7 +56,7 @@ def words(argv: Sequence[str] | None) -> argparse.Namespace:
     a.proposer, a.budget_minutes = MCP, a.budget_minutes or MINUTES
     run.check(a)
     if a.resume is not None:
-        run.recall(a, Ledger.open(a.resume))
+        run.recall(a, run.readable(a.resume))
         if a.proposer != MCP:
             raise UserError(
                 f"{a.resume} is a run of --proposer {a.proposer}; continue it with "

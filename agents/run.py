@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agents import search, storage, workers
+from agents import lock, search, storage, workers
 from agents.claude import options, secrets
 from agents.mcp_link import MCP
 from agents.pulse import Pulse
 from harness import cli
+from harness.arguments import count, positive, seed
+from harness.change_file import require_change
 from harness.errors import ExitCode, UserError
 from harness.ledger import Ledger
 from harness.policy import Policy, add_options, allowed
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
     from harness.workload import Workload
 
 DEFAULT_MINUTES = {"cpu": 4.7, "cuda": 60.0}
+WAITING = "waiting for the run's earlier process"
+ENDING_S = 180.0  # for a run whose coding agent has left to come to its end
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    p = cli.Parser(
         prog="python -m agents.run",
         description="Profile a model, propose fusions, check each against the reference, "
         "measure it, and keep what holds.",
@@ -41,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--proposer", default="auto", help="auto, catalog, inductor, claude or replay:FILE"
     )
-    p.add_argument("--max-changes", type=int, help="stop after so many judged changes")
-    p.add_argument("--budget-minutes", type=float, help="stop when so much time is used up")
+    p.add_argument("--max-changes", type=count, help="stop after so many judged changes")
+    p.add_argument("--budget-minutes", type=positive, help="stop when so much time is used up")
     p.add_argument(
         "--change",
         type=Path,
@@ -59,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--stall-minutes",
-        type=float,
+        type=positive,
         help="end a change that shows no progress for so long; default a quarter of the budget, "
         "at least 4",
     )
@@ -75,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run no change here before a sandboxed verdict; refuse if a protection is missing",
     )
-    p.add_argument("--seed", type=int, default=0, help="seed of weights, inputs and cases")
+    p.add_argument("--seed", type=seed, default=0, help="seed of weights, inputs and cases")
     add_options(p)
     options.add(p)
     search.add(p)
@@ -110,32 +114,32 @@ def words(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser().parse_args(argv)
     check(arguments)
     if arguments.resume is not None:
-        recall(arguments, Ledger.open(arguments.resume))
+        recall(arguments, readable(arguments.resume))
     elif arguments.target is None:
         raise UserError("--target is missing; name what to make faster, such as decode-bs1")
     return arguments
 
 
 def live(a: argparse.Namespace, directory: Path | None, used_s: float, pulse: Pulse) -> int:
-    """Work on a new run, or on the one in `directory`, of whose budget `used_s` are gone."""
-    if directory is None:
-        return work(a, None, used_s, pulse)
-    ledger = Ledger.open(directory)
-    recall(a, ledger)
-    return work(a, ledger, used_s, pulse)
+    """Work on a new run, or on the one in `directory`, of whose budget `used_s` are gone.
+    UserError if another process works on it."""
+    ledger = None
+    try:
+        if directory is not None:
+            ledger = Ledger.open(directory)
+            recall(a, ledger)
+            if not a.dry_run:
+                patience_s = ENDING_S if a.proposer == MCP else lock.PATIENCE_S
+                lock.take(ledger, patience_s, lambda: pulse.tell(stage=WAITING))
+        return work(a, ledger, used_s, pulse)
+    finally:
+        lock.let_go()
 
 
 def check(a: argparse.Namespace) -> None:
     """What can be told from the words alone, before anything heavy is imported."""
-    if a.budget_minutes is not None and a.budget_minutes <= 0:
-        raise UserError(f"--budget-minutes is {a.budget_minutes:g}; give a number above 0")
-    if a.max_changes is not None and a.max_changes < 1:
-        raise UserError(f"--max-changes is {a.max_changes}; give at least 1")
-    if a.stall_minutes is not None and a.stall_minutes <= 0:
-        raise UserError(f"--stall-minutes is {a.stall_minutes:g}; give a number above 0")
     for file in a.change:
-        if file.suffix != ".py" or not file.is_file():
-            raise UserError(f"no change file at {file}; give the path of a .py file")
+        require_change(file)
     options.check(a)
     search.check(a)
     workers.check(a)
@@ -150,10 +154,17 @@ def check(a: argparse.Namespace) -> None:
         raise UserError("a continued run stands on what it began with; leave --plan out")
 
 
+def readable(directory: Path) -> Ledger:
+    """The ledger in `directory`; UserError if any of its events is damaged."""
+    from reports.run import Run
+
+    Run.load(directory)
+    return Ledger.open(directory)
+
+
 def recall(a: argparse.Namespace, ledger: Ledger) -> None:
     """A continued run goes on with what it was started with."""
-    run = ledger.last("run")
-    assert run is not None  # Ledger.open checked it
+    run = ledger.header()
     if a.target is not None and a.target != run["target"]:
         raise UserError(
             f"{ledger.directory} is a run for target {run['target']}, not {a.target}; "
@@ -290,6 +301,8 @@ def start(a: argparse.Namespace, workload: "Workload", begun: "Begun | None") ->
 
     default = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{a.target}"
     ledger = Ledger.create(a.run_dir or default)
+    lock.take(ledger)
+    ledger.require_new()  # another process may have been faster
     chosen = workload.target(a.target)
     targets = {kind: workload.target(name) for kind, name in DEFAULTS.items()}
     targets[chosen.kind] = chosen

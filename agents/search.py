@@ -14,6 +14,7 @@ from typing import Any
 from agents.claude import options, words
 from agents.history import History
 from agents.mcp_link import MCP
+from harness.arguments import count, share
 from harness.errors import UserError
 from harness.ledger import Ledger
 from harness.records import Attempt, Paired, Record, Status, Verdict
@@ -61,14 +62,14 @@ def add(p: argparse.ArgumentParser) -> None:
     group = p.add_argument_group("when the search ends by itself")
     group.add_argument(
         "--plateau",
-        type=int,
+        type=count,
         metavar="N",
         help="after so many rounds of a model's candidates in a row that kept nothing; default "
         f"{Limits.plateau}",
     )
     group.add_argument(
         "--floor-share",
-        type=float,
+        type=share,
         metavar="S",
         help="once the bytes that a step must move take so large a share of its time; default "
         f"{Limits.floor_share}",
@@ -77,12 +78,8 @@ def add(p: argparse.ArgumentParser) -> None:
 
 def check(a: argparse.Namespace) -> None:
     """UserError for what cannot work."""
-    if a.plateau is not None and a.plateau < 1:
-        raise UserError(f"--plateau is {a.plateau}; give at least 1")
     if a.plateau is not None and a.resume is None and not options.writes_code(a):
         raise UserError(f"--plateau counts a model's rounds; {options.TO_ASK}, or leave it out")
-    if a.floor_share is not None and not 0 < a.floor_share <= 1:
-        raise UserError(f"--floor-share is {a.floor_share:g}; give a share above 0, at most 1")
 
 
 def limits(a: argparse.Namespace) -> Limits:

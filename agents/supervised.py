@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from agents import lock
 from agents.budget import Budget
 from agents.faults import Renew
 from agents.history import MAX_DEATHS, Started
@@ -56,10 +57,13 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code. UserError where the run's process dies and nothing can be done."""
-        code = self.supervise()
-        if not self.working and code in ENDED and self.directory is not None:
-            self.compare(self.directory)
-        return code
+        try:
+            code = self.supervise()
+            if not self.working and code in ENDED and self.directory is not None:
+                self.compare(self.directory)
+            return code
+        finally:
+            lock.let_go()
 
     def supervise(self) -> int:
         taken = take_signals()
@@ -189,6 +193,7 @@ class Supervisor:
         fate = renewed or f"the run's process {how}, at: {stage}"
         if self.directory is None or not self.events():
             raise UserError(fate)
+        lock.take(Ledger(self.directory))  # the next process that works has it from this one
         ledger, begun = Ledger(self.directory), self.in_progress()
         blamed = self.last_tried() if begun or renewed else {}
         ledger.append("died", {"how": renewed or how, "stage": stage, **blamed})
@@ -226,6 +231,7 @@ class Supervisor:
         if self.directory is None or not events:
             return cli.fail("interrupted", ExitCode.INTERRUPTED)
         if events[-1].kind != "stopped":
+            lock.take(Ledger(self.directory))
             Ledger(self.directory).append("stopped", {"reason": "interrupted"})
         self.report()
         self.say(f"interrupted; continue with --resume {self.directory}", "yellow")

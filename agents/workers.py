@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agents.progress import Progress
+from harness.arguments import count
 from harness.errors import UserError
 from harness.executors import local, ray
 from harness.executors.base import Executor
@@ -32,7 +33,7 @@ def add(p: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--workers",
-        type=int,
+        type=count,
         metavar="N",
         help="how many; default none beside the run itself, with --executor local one for each "
         "card, with ray one for each free GPU, or CPU slot if the run is on a CPU",
@@ -44,8 +45,6 @@ def add(p: argparse.ArgumentParser) -> None:
 
 def check(a: argparse.Namespace) -> None:
     """UserError for what cannot work."""
-    if a.workers is not None and a.workers < 1:
-        raise UserError(f"--workers is {a.workers}; give at least 1")
     if a.executor == RAY:
         ray.imported()
         ray.address_of(a.ray_address)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness import cli
+from harness.arguments import count, counts, positive, seed, whole
 from harness.policy import add_options
 
 # Where each command's `run(arguments) -> exit code` lives.
@@ -36,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         if model:
             command.add_argument("--model", default="beam", help="a known model, or a model file")
             command.add_argument("--preset", default="auto", help="a size of the model")
-            command.add_argument("--seed", type=int, default=0, help="seed of weights and inputs")
+            command.add_argument("--seed", type=seed, default=0, help="seed of weights and inputs")
         command.add_argument("--device", default="auto", help="auto, cpu or cuda")
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
         return command
@@ -74,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     certify.add_argument("--seconds", type=positive, default=4.0, help="for each comparison")
     cheats = add("cheats", "change files that try to fool the judge: is each refused?", model=False)
     cheats.add_argument("--only", nargs="+", metavar="NAME", help="some of them, by name")
-    cheats.add_argument("--seed", type=int, default=0, help="seed of weights and cases")
+    cheats.add_argument("--seed", type=seed, default=0, help="seed of weights and cases")
     add_survey(cheats)
     sandbox = add("sandbox", "what protects from a candidate on this machine", model=False)
     sandbox.add_argument(
@@ -143,32 +144,9 @@ def add_mutants(command: argparse.ArgumentParser) -> None:
 
 def add_survey(command: argparse.ArgumentParser) -> None:
     command.add_argument("--jobs", type=count, default=1, metavar="N", help="worker processes")
-    command.add_argument("--out", metavar="DIR", help="write the tables and the records there, too")
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def whole(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
-
-
-def counts(text: str) -> list[int]:
-    return [count(part) for part in text.split(",")]
-
-
-def count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="write the tables and the records there, too"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

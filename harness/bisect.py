@@ -59,8 +59,7 @@ class Bisection(Record):
 
 def read_run(ledger: Ledger) -> Stacked:
     """The run in `ledger`; UserError if it kept nothing."""
-    header = ledger.last("run")
-    assert header is not None  # Ledger.open has seen it
+    header = ledger.header()
     kept = [a for a in ledger.all("attempt", Attempt) if a.status is Status.KEPT]
     if not kept:
         raise UserError(f"{ledger.directory} kept no change, so there is nothing to bisect")

@@ -15,10 +15,10 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose usage errors are one line like all others."""
+    """A parser whose usage errors are one line like all others: `error` raises UserError."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(ExitCode.BAD_INPUT, f"error: {message}; see {self.prog} --help\n")
+        raise UserError(f"{message}; see {self.prog} --help")
 
 
 def run(main: Callable[[], int | None]) -> int:

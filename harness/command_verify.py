@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from harness.bench import (
     empty_us,
     smallest_effect,
 )
+from harness.change_file import require_change
 from harness.command_bench import DECODE, PREFILL, interval, progress
 from harness.domains import judge_with_domain
 from harness.errors import ExitCode, UserError
@@ -53,6 +55,8 @@ def verify(a: argparse.Namespace) -> int:
 
 
 def verify_and_report(a: argparse.Namespace, seconds: Seconds) -> int:
+    if a.change.endswith(".py") and Path(a.change).is_file():
+        require_change(Path(a.change))
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     workload.policy = Policy.allowing(allowed(a))
     if a.backend == "triton" and workload.device.type == "cpu":

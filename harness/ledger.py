@@ -13,6 +13,10 @@ from harness.records import SCHEMA, Record
 
 R = TypeVar("R", bound=Record)
 
+# What the first event says, besides its schema.
+HEADER = {"target": str, "model": str, "preset": str, "device": str, "proposer": str, "seed": int}
+DAMAGED = ValueError, TypeError, KeyError, AttributeError, RecursionError  # what bad data raises
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -35,11 +39,7 @@ class Ledger:
     @classmethod
     def create(cls, directory: Path) -> "Ledger":
         ledger = cls(directory)
-        if ledger.path.exists():
-            raise UserError(
-                f"{directory} already holds a run; continue it with --resume {directory}, "
-                "or name another --run-dir"
-            )
+        ledger.require_new()
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -68,6 +68,33 @@ class Ledger:
         else:
             raise UserError(f"{ledger.path} is empty; start a new run")
         return ledger
+
+    def require_new(self) -> None:
+        """UserError if there is a run already; an empty file is what a kill left of none."""
+        if self.path.exists() and (not self.path.is_file() or self.path.stat().st_size):
+            raise UserError(
+                f"{self.directory} already holds a run; continue it with --resume "
+                f"{self.directory}, or name another --run-dir"
+            )
+
+    def header(self) -> dict[str, Any]:
+        """What the run was begun with; UserError where its first event does not say all of it."""
+        data = next(self.events()).data
+        for name, kind in HEADER.items():
+            if not isinstance(data.get(name), kind):
+                raise self.damaged(1, "run", f"its {name} is {data.get(name)!r}")
+        for name in ("options", "workload"):
+            if not isinstance(data.get(name) or {}, dict):
+                raise self.damaged(1, "run", f"its {name} are {data[name]!r}")
+        return data
+
+    def damaged(self, number: int, kind: str, error: Exception | str) -> UserError:
+        """That line `number` is no event of its kind."""
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        return UserError(
+            f"{self.path}:{number} is not a valid {kind!r} event ({what}); "
+            "restore the file, or start a new run"
+        )
 
     def append(self, kind: str, record: Record | dict[str, Any]) -> None:
         """Write one event and wait until it is on the disk."""
@@ -103,21 +130,31 @@ class Ledger:
 
     def events(self) -> Iterator[Event]:
         """All whole lines in order; a last line without its end is not an event."""
-        with self.path.open() as file:
+        with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if not line.endswith("\n"):
+                if not line.endswith(b"\n"):
                     return
                 try:
-                    yield Event(**json.loads(line))
-                except (json.JSONDecodeError, TypeError) as error:
+                    event = Event(**json.loads(line.decode()))
+                    if not isinstance(event.data, dict):
+                        raise ValueError(f"its data is {event.data!r:.80}")
+                except DAMAGED as error:
                     raise UserError(
-                        f"{self.path}:{number} is not a ledger line ({error}); "
+                        f"{self.path}:{number} is not a ledger line ({error!s:.200}); "
                         "restore the file, or start a new run"
                     ) from error
+                yield event
 
     def all(self, kind: str, record: type[R]) -> list[R]:
-        """Every event of this kind as a record, in order."""
-        return [record.from_json(e.data) for e in self.events() if e.kind == kind]
+        """Every event of this kind as a record, in order; UserError for one that is none."""
+        found = []
+        for number, event in enumerate(self.events(), start=1):
+            if event.kind == kind:
+                try:
+                    found.append(record.from_json(event.data))
+                except DAMAGED as error:
+                    raise self.damaged(number, kind, error) from error
+        return found
 
     def last(self, kind: str) -> dict[str, Any] | None:
         found = None

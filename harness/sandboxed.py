@@ -63,10 +63,8 @@ def judge_sandboxed(
         if required:
             with spent(STARTS):
                 sandbox.open(None).close()  # before anything that takes long
-        say(f"{workload.name} {workload.preset}: the judge's self-test")
-        self_test(workload.model, workload, seed)
         try:
-            with spent(STARTS):
+            with spent(STARTS):  # before the self-test, which takes long: it may be no change file
                 candidate = sandbox.open(change, backend)
         except CandidateError as error:
             return Judged(
@@ -79,6 +77,8 @@ def judge_sandboxed(
         assert candidate.change is not None
         found, times = [], None
         try:
+            say(f"{workload.name} {workload.preset}: the judge's self-test")
+            self_test(workload.model, workload, seed)
             count = len(candidate.replaced)
             named = f"{candidate.change.name} ({candidate.backend})"
             say(f"{named} replaces {count} nodes in the sandbox; judging the region")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness import model_file
 from harness.errors import UserError
 from harness.policy import DEFAULT, Policy
 from reference import models
@@ -92,10 +93,7 @@ class Workload:
     def load(cls, model: str, preset: str, device: str, seed: int = 0) -> "Workload":
         """Find the model file and its preset; `auto` picks the smallest on a CPU, and the largest
         that fits on a GPU. A toy model on a CPU gets one thread. Bad names raise UserError."""
-        try:
-            file = models.load(model)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        file = model_file.load(model)
         kind = pick_device(device)
         if preset == "auto":
             preset = _auto_preset(file, kind)
@@ -140,9 +138,13 @@ class Workload:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The reference with its weights drawn on the device; UserError if it cannot fit."""
+        """The reference with its weights drawn on the device; UserError if it cannot fit, or, of a
+        model file, cannot be called."""
         self.require_memory()
-        return self.file.build(self.config, self.device, self.seed)
+        model = self.file.build(self.config, self.device, self.seed)
+        if isinstance(self.file, model_file.GivenFile):
+            self.file.try_out(model, self.config, self.device)
+        return model
 
     def require_memory(self, *targets: Target) -> None:
         """Raise UserError unless the weights and the caches of `targets` fit beside each other."""

@@ -150,6 +150,7 @@ def apply_change(
     if not names:
         raise ValueError(f"change {change.name}: all of {change.region!r} is inside replaced nodes")
     before = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    said: set[str] = set()  # once for all nodes
     for name in names:
         node = model.get_submodule(name)
         if (other := getattr(node, "applied", None)) is not None:
@@ -158,7 +159,7 @@ def apply_change(
         parent = model.get_submodule(parent_name)
         if implementation.prepare is not None:
             implementation.prepare(parent, node)
-        setattr(parent, attribute, replace_forward(node, change, implementation, knobs))
+        setattr(parent, attribute, replace_forward(node, change, implementation, knobs, said))
         log.info("%s (%s) replaces %s", change.name, backend, name)
     after = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if before != after:
@@ -182,8 +183,13 @@ def replace_forward(
     change: Change,
     implementation: Implementation,
     knobs: Mapping[str, Any] | None = None,
+    said: set[str] | None = None,
 ) -> nn.Module:
-    """A module with `node`'s parameters and children whose forward is the implementation's."""
+    """A module with `node`'s parameters and children whose forward is the implementation's.
+
+    Why its guard left a call to the reference is logged unless `said`, which its change's other
+    nodes share, has it already.
+    """
     replaced = copy.copy(node)
     for part in ("_parameters", "_buffers", "_modules"):
         setattr(replaced, part, dict(getattr(node, part)))
@@ -192,7 +198,7 @@ def replace_forward(
     if guard is None:
         forward = fast
     else:
-        warned: set[str] = set()
+        warned = set[str]() if said is None else said
 
         def forward(*args: Any) -> Any:
             outside = guard(node, *args)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from harness import cli
+from harness.arguments import count
 from harness.certificate import ROOT
 from harness.errors import ExitCode, UserError
 from reports import ci, curves, markdown, notebook, page, pr_notebook, pr_open, pr_page
@@ -18,7 +19,7 @@ WRITERS = {"html": (page.NAME, page.page), "md": (markdown.NAME, markdown.markdo
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    p = cli.Parser(
         prog="python -m reports", description="Write the report of a run from its ledger."
     )
     commands = p.add_subparsers(dest="command", required=True)
@@ -37,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     pictures.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: the run's")
     pr = commands.add_parser("pr", help="write prs/: a patch and a page for each kept change")
     pr.add_argument("run", type=Path, metavar="RUN", help="a run directory of agents.run")
-    pr.add_argument("--change", type=int, metavar="N", help="the change of that number alone")
+    pr.add_argument("--change", type=count, metavar="N", help="the change of that number alone")
     pr.add_argument("--open", action="store_true", help="push branches and open them with gh")
     pr.add_argument("--remote", default="origin", help="where branches go; default origin")
     pr.add_argument(

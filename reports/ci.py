@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from harness.arguments import count, positive, require_file
 from harness.certificate import ROOT
 from harness.errors import ExitCode, UserError
 from harness.git import Git
@@ -60,17 +61,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--across-environments", action="store_true", help="compare although the machine changed"
     )
-    p.add_argument("--rounds", type=int, default=18, help="of new processes, for a commit")
-    p.add_argument("--seconds", type=float, default=2.0, help="a round and kind, for a commit")
+    p.add_argument("--rounds", type=count, default=18, help="of new processes, for a commit")
+    p.add_argument("--seconds", type=positive, default=2.0, help="a round and kind, for a commit")
 
 
 def run(a: argparse.Namespace) -> int:
     """Exit code 1 on a regression."""
-    if a.rounds < 1 or a.seconds <= 0:
-        raise UserError("--rounds and --seconds must be above 0")
-    for file in (a.history, a.junit, a.output):  # before anything that takes long
-        if file is not None and not file.parent.is_dir():
-            raise UserError(f"there is no folder {file.parent}; make it, or name another file")
+    for flag, file in (("--history", a.history), ("--junit", a.junit), ("-o", a.output)):
+        require_file(file, flag)  # before anything that takes long
     started = time.monotonic()
     current = Run.load(a.current)
     file, base = recorded(a.baseline, current)

@@ -8,9 +8,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from harness import cli
+from harness.arguments import count, require_file, seed
 from harness.errors import UserError
 from traces import diff_page, tables
 from traces.diff import diff
@@ -24,15 +25,8 @@ if TYPE_CHECKING:
     from harness.workload import Workload
 
 
-class Parser(argparse.ArgumentParser):
-    """Bad usage is bad input: one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
-
-
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m traces", description=__doc__)
+    p = cli.Parser(prog="python -m traces", description=__doc__)
     commands = p.add_subparsers(dest="command", required=True)
 
     capture = commands.add_parser("capture", help="trace one step of a model into a file")
@@ -45,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="kernels with time, bytes, floor and gaps")
     add_source(table)
     table.add_argument("--by", choices=BY, help="sum the kernels; without it, in launch order")
-    table.add_argument("--top", type=int, metavar="N", help="only the first N rows")
+    table.add_argument("--top", type=count, metavar="N", help="only the first N rows")
 
     layers = commands.add_parser("layer-map", help="the kernels of one layer of each kind")
     add_source(layers)
@@ -56,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     changes = commands.add_parser("diff", help="what changed from trace A to trace B, by module")
     changes.add_argument("before", type=Path, metavar="A")
     changes.add_argument("after", type=Path, metavar="B")
-    changes.add_argument("--top", type=int, metavar="N", help="only the first N rows")
+    changes.add_argument("--top", type=count, metavar="N", help="only the first N rows")
     changes.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
 
     for command in commands.choices.values():
@@ -84,7 +78,7 @@ def add_model(p: argparse.ArgumentParser, *, required: bool) -> None:
         metavar="NAME[:BACKEND]",
         help="apply a change first; may be repeated",
     )
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=seed, default=0, help="seed of weights and inputs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,10 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_capture(options: argparse.Namespace) -> None:
-    if not options.output.parent.is_dir():
-        raise UserError(
-            f"there is no folder {options.output.parent}; make it, or name another file"
-        )
+    require_file(options.output)
     trace = traced(options, path=options.output)
     if options.json:
         print_json({"file": str(options.output), **trace.summary()})
@@ -111,8 +102,6 @@ def run_capture(options: argparse.Namespace) -> None:
 def run_table(options: argparse.Namespace) -> None:
     rows = rows_of(options)
     shown = rows if options.by is None else aggregate(rows, options.by)
-    if options.top is not None and options.top < 1:
-        raise UserError(f"--top is {options.top}; give a number of rows, at least 1")
     if options.json:
         shown = shown[: options.top]
         print_json({**rows.summary(), "rows": [row.to_json() for row in shown]})
@@ -146,6 +135,7 @@ def run_candidates(options: argparse.Namespace) -> None:
 
 
 def run_diff(options: argparse.Namespace) -> None:
+    require_file(options.html, "--html")
     before, after = load(options.before), load(options.after)
     found = diff(kernel_rows(before), kernel_rows(after))
     if options.html is not None:

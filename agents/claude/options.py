@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agents.claude import trajectory
 from agents.claude.line import require_key
 from agents.claude.spend import Purse
+from harness.arguments import count, positive
 from harness.errors import UserError
 from harness.records import Record
 
@@ -51,22 +53,16 @@ def add(p: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--candidates",
-        type=int,
+        type=count,
         metavar="N",
         help=f"how many changes it may submit in a round; default {CANDIDATES}",
     )
-    group.add_argument("--budget-usd", type=float, help="stop before more than this is spent")
-    group.add_argument("--budget-tokens", type=int, help="stop before more tokens are used")
+    group.add_argument("--budget-usd", type=positive, help="stop before more than this is spent")
+    group.add_argument("--budget-tokens", type=count, help="stop before more tokens are used")
 
 
 def check(a: argparse.Namespace) -> None:
     """UserError for what cannot work."""
-    for flag in ("budget_usd", "budget_tokens"):
-        if getattr(a, flag) is not None and getattr(a, flag) <= 0:
-            name = flag.replace("_", "-")
-            raise UserError(f"--{name} is {getattr(a, flag):g}; give a number above 0")
-    if a.candidates is not None and a.candidates < 1:
-        raise UserError(f"--candidates is {a.candidates}; give at least 1")
     proposer = a.proposer or ""
     replayed = proposer.startswith(REPLAY)
     if a.candidates is not None and a.resume is None and not (asks(a) or replayed):
@@ -77,6 +73,7 @@ def check(a: argparse.Namespace) -> None:
         file = Path(proposer.removeprefix(REPLAY))
         if not file.is_file():
             raise UserError(f"no trajectory at {file}; a run with a model leaves one in its agent/")
+        trajectory.answers(file)
         a.proposer = f"{REPLAY}{file.resolve()}"
 
 

@@ -51,15 +51,31 @@ class Trajectory:
     def events(self) -> Iterator[Event]:
         if not self.path.exists():
             return
-        for number, line in enumerate(self.path.read_text().splitlines(keepends=True), start=1):
-            if not line.endswith("\n"):
+        for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
+            if not line.endswith(b"\n"):
                 return
             try:
-                event = json.loads(line)
+                event = json.loads(line.decode())
                 event["kind"]
             except (ValueError, TypeError, KeyError) as error:
                 raise UserError(f"{self.path}:{number} is no line of a trajectory") from error
             yield event
+
+
+def answers(path: Path) -> list[Message]:
+    """The model's answers in a record, in order; UserError for a file that has none, or broken
+    ones."""
+    found: list[Message] = [
+        e.get("message", {}) for e in Trajectory(path).events() if e["kind"] == "answer"
+    ]
+    hint = "give a run's agent/trajectory.jsonl"
+    if not found:
+        raise UserError(f"{path} holds no answer of a model; {hint}")
+    for number, message in enumerate(found, start=1):
+        parts = message if isinstance(message, dict) else {}
+        if not (isinstance(parts.get("usage"), dict) and isinstance(parts.get("content"), list)):
+            raise UserError(f"{path}: answer {number} has no content or no usage; {hint}")
+    return found
 
 
 @dataclass(frozen=True)

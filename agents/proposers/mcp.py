@@ -1,11 +1,7 @@
 """Proposes what a coding agent writes that is connected over MCP. Its tool calls are recorded and
 done as a model's are (`agents.claude.talk`); what it submits is tried as any foreign change."""
 
-import fcntl
-import os
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from agents.claude import secrets
@@ -15,11 +11,8 @@ from agents.claude.talk import Answers, Talk
 from agents.claude.trajectory import Call, Event, Trajectory
 from agents.mcp_link import MCP, Link
 from agents.proposers.claude import Claude
-from harness.errors import UserError
 
 WAITING = "waiting for the coding agent's next call"
-ENDING_S = 180.0  # for the process of a client that left to come to the run's end
-TICK_S = 0.5
 
 
 class Calls(Talk):
@@ -51,15 +44,10 @@ class Mcp(Claude):
         super().__init__(desk, None)
         self.link: Link | None = None
         self.calls: Calls | None = None
-        self.held: int | None = None
 
     def connect(self) -> None:
         """Greet the MCP server that started this process; what an agent wrote gets no secret."""
         self.link = Link.inherited()
-        progress = self.desk.session.progress
-        self.held = held(
-            self.desk.ledger.path, lambda: progress.part("waiting for the run's earlier process")
-        )
         self.link.greet(directory=str(self.desk.session.directory.resolve()))
         self.desk.connect()
         secrets.take()
@@ -114,23 +102,3 @@ class Mcp(Claude):
         if self.link is not None:
             self.link.close()
         self.desk.close()
-
-
-def held(ledger: Path, meanwhile: Callable[[], None], patience_s: float = ENDING_S) -> int:
-    """The run's ledger, opened and held until this process ends: a client may come back before the
-    process of its last visit has ended. UserError where that takes too long."""
-    fd = os.open(ledger, os.O_RDONLY | os.O_CLOEXEC)
-    last = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError:
-            meanwhile()
-        if time.monotonic() > last:
-            os.close(fd)
-            raise UserError(
-                f"another process works on {ledger.parent}; disconnect the agent that it serves, "
-                "or start a new run"
-            )
-        time.sleep(TICK_S)

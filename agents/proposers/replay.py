@@ -11,9 +11,8 @@ from agents.claude.desk import Desk
 from agents.claude.options import REPLAY
 from agents.claude.spend import Spent
 from agents.claude.talk import Answers, Talk
-from agents.claude.trajectory import Call, Event, Trajectory
+from agents.claude.trajectory import Call, Event, Trajectory, answers
 from agents.proposers.claude import Claude
-from harness.errors import UserError
 
 FIGURE = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 SAME, FIGURES, WORDS = "as recorded", "differ in figures only", "differ"
@@ -25,14 +24,10 @@ class Replay(Claude):
     def __init__(self, desk: Desk, file: str) -> None:
         super().__init__(desk, None)
         events = list(Trajectory(Path(file)).events())
-        self.recorded = [e["message"] for e in events if e["kind"] == "answer"]
+        self.recorded = answers(Path(file))
         began = [e for e in events if e["kind"] == "began"]
         self.most = began[0].get("candidates", 1) if began else 1
         self.results = {e["id"]: e["text"] for e in events if e["kind"] == "result"}
-        if not self.recorded:
-            raise UserError(
-                f"{file} holds no answer of a model; give a run's agent/trajectory.jsonl"
-            )
 
     def connect(self) -> None:
         """Nobody is asked; what a model wrote gets no secret either."""

@@ -53,9 +53,9 @@ BAD = {
     ),
     "no-key": (("--budget-usd", "2"), {"ANTHROPIC_API_KEY": ""}, "no key for the Messages API"),
     "effort": (("--budget-usd", "2"), {"ANTHROPIC_EFFORT": "most"}, "ANTHROPIC_EFFORT is 'most'"),
-    "below-0": (("--budget-tokens", "-5"), {}, "--budget-tokens is -5; give a number above 0"),
-    "candidates": (("--candidates", "0"), {}, "--candidates is 0; give at least 1"),
-    "plateau": (("--plateau", "0"), {}, "--plateau is 0; give at least 1"),
+    "below-0": (("--budget-tokens", "-5"), {}, "'-5' is not a whole number of at least 1"),
+    "candidates": (("--candidates", "0"), {}, "'0' is not a whole number of at least 1"),
+    "plateau": (("--plateau", "0"), {}, "'0' is not a whole number of at least 1"),
     "no-model": (
         ("--proposer", "catalog", "--plateau", "2"),
         {},
@@ -66,7 +66,7 @@ BAD = {
         {},
         "--candidates is of a model's rounds; give --proposer claude, or auto with --budget-usd",
     ),
-    "floor": (("--floor-share", "90"), {}, "--floor-share is 90; give a share above 0, at most 1"),
+    "floor": (("--floor-share", "90"), {}, "'90' is not a share above 0, at most 1"),
     "replayed": (
         ("--proposer", f"replay:{__file__}", "--candidates", "2"),
         {},
@@ -80,7 +80,7 @@ BAD = {
 def test_what_is_missing_is_said_in_one_line(words, more, says, given) -> None:
     with pytest.raises(UserError) as error:
         options.of(given(*words, **more))
-    assert str(error.value).startswith(says)
+    assert says in str(error.value)
 
 
 def test_a_continued_run_keeps_its_model_and_takes_a_new_budget(given) -> None:

@@ -48,7 +48,7 @@ def test_a_files_text_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BAD = {
-    "no-workers": (("--workers", "0"), "--workers is 0; give at least 1"),
+    "no-workers": (("--workers", "0"), "--workers: '0' is not a whole number of at least 1"),
     "address-alone": (("--ray-address", "h:1"), "--ray-address needs --executor ray; give both"),
     "no-address": (("--executor", "ray"), "give --ray-address HOST:PORT, or set RAY_ADDRESS"),
     "nobody-there": (

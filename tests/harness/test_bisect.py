@@ -65,7 +65,8 @@ PASSED = Verdict(
 def write_run(folder: Path, changes: dict[str, str], status: Status = Status.KEPT) -> str:
     """A run whose kept changes are files: region -> body, in order."""
     ledger = Ledger.create(folder / "run")
-    header = {"schema": SCHEMA, "model": TOY, "preset": "toy", "device": "cpu", "seed": 0}
+    header = {"schema": SCHEMA, "target": "decode-bs1", "model": TOY, "preset": "toy"}
+    header |= {"device": "cpu", "proposer": "auto", "seed": 0}
     ledger.append("run", header)
     for i, (region, body) in enumerate(changes.items(), start=1):
         path = folder / f"{region}_by_hand.py"

@@ -139,8 +139,14 @@ def test_a_change_for_another_device_says_what_there_is(change_file):
 
 USAGE = [
     ([], "error: the following arguments are required: COMMAND; see python -m harness --help"),
-    (["bench", "--minutes", "0"], "error: argument --minutes: 0 is not above 0; see "),
-    (["aa", "--comparisons", "x"], "error: argument --comparisons: invalid count value: 'x'; see "),
+    (
+        ["bench", "--minutes", "0"],
+        "error: argument --minutes: '0' is not a finite number above 0; see ",
+    ),
+    (
+        ["aa", "--comparisons", "x"],
+        "error: argument --comparisons: 'x' is not a whole number of at least 1; see ",
+    ),
 ]
 
 

@@ -36,7 +36,7 @@ def test_the_command_takes_numbers_of_workers() -> None:
     assert (a.workers, a.candidates) == ([1, 2], None)
     a = __main__.parser().parse_args(["bench", "--evaluations", "--workers", "1", "4"])
     assert a.workers == [1, 4]
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="not allowed with argument --evaluations"):
         __main__.parser().parse_args(["bench", "--evaluations", "--peers"])
 
 

@@ -100,7 +100,7 @@ def test_bad_input_is_refused(run: Path, tmp_path: Path) -> None:
         (["--baseline", str(broken)], "is no baseline"),
         (["--baseline", "no-such-commit"], "no commit of"),
         (["--baseline", str(run), "--update-baseline"], "writes a file"),
-        (["--baseline", str(run), "--rounds", "0"], "above 0"),
+        (["--baseline", str(run), "--rounds", "0"], "of at least 1"),
         (["--baseline", "HEAD", "--junit", str(tmp_path / "no" / "j.xml")], "there is no folder"),
     ):
         with pytest.raises(UserError, match=said):

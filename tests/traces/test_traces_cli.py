@@ -60,7 +60,7 @@ def test_tables_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["capture", "--model", "nobody", "-o", "x.json.gz"], "unknown model 'nobody'"),
         (["capture", "--model", "x.py", "-o", "no/where.json.gz"], "there is no folder no"),
         (["candidates", "FILE"], "--no-ceilings"),
-        (["table", "FILE", "--top", "0"], "--top is 0"),
+        (["table", "FILE", "--top", "0"], "--top: '0' is not a whole number of at least 1"),
         ([], "required: command"),
     ],
     ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
