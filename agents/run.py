@@ -214,6 +214,7 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
     storage.require_reachable(a)
     workers.devices(a, workload.device.type)  # refuses more than there are cards
     workload.require_memory(*{workload.target(t) for t in (a.target, *DEFAULTS.values())})
+    workload.require_callable()
     new, standing = ledger is None, ""
     if ledger is None:
         begun = plan_for(a.plan or AUTO, workload)

@@ -4,13 +4,16 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from harness import cli
+from harness.arguments import require_folder
 from harness.baselines import run_baselines
 from harness.bench import Step, compare, default_mode, smallest_effect, time_step
 from harness.ceilings import measure_ceilings, rows
 from harness.environment import environment
-from harness.errors import ExitCode
+from harness.errors import ExitCode, UserError
 from harness.floors import Floors
 from harness.records import Baseline, Environment, Paired, Timing
 from harness.workload import Workload, pick_device
@@ -19,7 +22,25 @@ PREFILL = "prefill-8x2048"
 DECODE = "decode-bs1"
 
 
+# Of what each flag of the bench says something; without it the baselines are benched.
+FLAGS = {
+    "rows": ("peers",),
+    "against": ("peers",),
+    "cold_l2": ("peers",),
+    "plan": ("peers", "curve"),
+    "beyond_domain": ("curve",),
+    "candidates": ("evaluations",),
+}
+
+
 def bench(a: argparse.Namespace) -> int:
+    require_folder(a.out)
+    for flag, wanted in FLAGS.items():
+        if getattr(a, flag) and not any(getattr(a, name) for name in wanted):
+            needed = " or ".join(f"--{name}" for name in wanted)
+            raise UserError(
+                f"--{flag.replace('_', '-')} is for {needed}; give that, or leave it out"
+            )
     if a.peers:
         from harness.command_peers import peers
 
@@ -50,15 +71,15 @@ def bench(a: argparse.Namespace) -> int:
             if timed is not None:
                 what = f"{baseline.name}, {targets[kind].describe()},"
                 floors.require(targets[kind], inputs[kind], what, timed.median_us)
+    output = {
+        "model": workload.name,
+        "preset": workload.preset,
+        "workload": {kind: target.describe() for kind, target in targets.items()},
+        "environment": here.to_json(),
+        "baselines": [b.to_json() for b in found],
+    }
+    write(a.out, "bench.json", output)
     if a.json:
-        described = {kind: target.describe() for kind, target in targets.items()}
-        output = {
-            "model": workload.name,
-            "preset": workload.preset,
-            "workload": described,
-            "environment": here.to_json(),
-            "baselines": [b.to_json() for b in found],
-        }
         print(json.dumps(output, indent=2))
         return ExitCode.DONE
     cli.print_table(
@@ -136,6 +157,15 @@ def is_alarm(pair: Paired) -> bool:
     """Whether the pair would count as a gain or a loss."""
     low, high = pair.gain_interval_us
     return abs(pair.gain_us) > pair.mde_us and (low > 0 or high < 0)
+
+
+def write(folder: Path | None, name: str, output: Any) -> None:
+    """With `--out`, the figures as JSON in a file of that name."""
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(output, indent=1) + "\n")
+    progress(f"written to {folder / name}")
 
 
 def progress(line: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from harness import cli, evidence
+from harness.arguments import require_folder
 from harness.cheats import Outcome, fixtures, run
 from harness.command_bench import progress
 from harness.errors import ExitCode, UserError
@@ -24,7 +25,7 @@ def cheats(a: argparse.Namespace) -> int:
         if unknown := set(a.only) - known:
             raise UserError(f"no cheat {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}")
         found = [fixture for fixture in found if fixture.name in a.only]
-    evidence.require(a.out)
+    require_folder(a.out)
     started = time.monotonic()
     outcomes, protections = run(found, a.device, a.seed, a.jobs, progress)
     seconds = time.monotonic() - started

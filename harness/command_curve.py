@@ -9,7 +9,8 @@ from dataclasses import replace
 from harness import cli
 from harness.bench_curve import REFERENCE, Point, curve, targets
 from harness.ceilings import measure_ceilings
-from harness.command_peers import load_plan, progress, write
+from harness.command_bench import progress, write
+from harness.command_peers import load_plan
 from harness.environment import environment
 from harness.errors import ExitCode, UserError
 from harness.workload import Workload
@@ -52,8 +53,7 @@ def curves(a: argparse.Namespace) -> int:
         "points": [point.to_json() for point in points],
         "notes": said.lines,
     }
-    if a.out is not None:
-        write(a.out, f"curve-{a.curve}.json", output)
+    write(a.out, f"curve-{a.curve}.json", output)
     if a.json:
         print(json.dumps(output, indent=2))
     else:

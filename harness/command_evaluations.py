@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness import cli
-from harness.command_bench import progress
+from harness.command_bench import progress, write
 from harness.environment import device_name, environment
 from harness.errors import ExitCode, UserError
 from harness.evaluation import Benches, Evaluated, Evaluation, evaluator, many, sha256_of
@@ -60,16 +60,17 @@ def evaluations(a: argparse.Namespace) -> int:
         progress(f"{count} worker(s): {seconds:.1f} s, {measured[-1].per_minute:.1f} a minute")
     same = all(row == verdicts[0] for row in verdicts)
     said = sentences(kind, measured, a.workers, same, load)
+    output = {
+        "model": workload.name,
+        "preset": workload.preset,
+        "environment": here.to_json(),
+        "candidates": [f"{e.change} ({e.backend})" for e in asked],
+        "throughput": [{**m.to_json(), "per_minute": m.per_minute} for m in measured],
+        "same_verdicts": same,
+        "notes": said,
+    }
+    write(a.out, "evaluations.json", output)
     if a.json:
-        output = {
-            "model": workload.name,
-            "preset": workload.preset,
-            "environment": here.to_json(),
-            "candidates": [f"{e.change} ({e.backend})" for e in asked],
-            "throughput": [{**m.to_json(), "per_minute": m.per_minute} for m in measured],
-            "same_verdicts": same,
-            "notes": said,
-        }
         print(json.dumps(output, indent=2))
     else:
         cli.print_table(

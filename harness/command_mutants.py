@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from harness import cli, evidence
+from harness.arguments import require_folder
 from harness.command_bench import progress
 from harness.survey import EQUIVALENT, SURVIVED, Counts, Honest, Outcome, counted, exit_code
 from harness.surveyor import Findings, Survey, run
@@ -25,7 +26,7 @@ def mutants(a: argparse.Namespace) -> int:
         honest=a.honest,
         until=started + 60 * a.budget_minutes if a.budget_minutes else float("inf"),
     )
-    evidence.require(a.out)
+    require_folder(a.out)
     found = run(survey, a.jobs, progress)
     seconds = time.monotonic() - started
     evidence.give(a, as_json(found, a.seed), lambda: show(found, seconds), seconds)

@@ -2,18 +2,20 @@
 
 import argparse
 import json
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from harness import cli
-from harness.bench_peers import COMPILED, TORCH, PeerBench, PeerRow
+from harness.bench_peers import COMPILED, IMPOSSIBLE, TORCH, PeerBench, PeerRow
 from harness.bench_verdicts import PeerVerdict, verdicts
+from harness.call_floors import ON_CPU
 from harness.certificate import ROOT
+from harness.command_bench import progress, write
 from harness.environment import environment
 from harness.errors import ExitCode, UserError
 from harness.workload import Workload
+from optimized.peers.peer import peers as known_peers
 from optimized.plan import Plan
 from optimized.plan_text import AUTO, place
 
@@ -23,8 +25,10 @@ GENERAL = TORCH, COMPILED  # ways to run any region; no library's kernels
 
 
 def peers(a: argparse.Namespace) -> int:
-    """Exit code 1 if one of our kernels is slower than a library's for the same job."""
+    """Exit code 1 if one of our kernels is slower than a library's for the same job, or a time is
+    below what bytes and operations take."""
     deadline = time.monotonic() + 60 * a.budget_minutes
+    require_known(a.against)
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     kind = workload.device.type
     here = environment(workload.device)
@@ -50,14 +54,24 @@ def peers(a: argparse.Namespace) -> int:
         "rows": [{**row.to_json(), "outcome": row.outcome} for row in rows],
         "verdicts": [verdict.to_json() for verdict in judged],
     }
-    if a.out is not None:
-        write(a.out, NAME, output)
+    write(a.out, NAME, output)
     if a.json:
         print(json.dumps(output, indent=2))
     else:
         show(bench, rows, judged)
     slower = [r for r in rows if r.outcome == "slower" and r.peer not in GENERAL]
-    return ExitCode.FOUND if slower else ExitCode.DONE
+    impossible = [r for r in rows if r.absent is not None and r.absent.startswith(IMPOSSIBLE)]
+    return ExitCode.FOUND if slower or impossible else ExitCode.DONE
+
+
+def require_known(against: Sequence[str]) -> None:
+    """UserError for a name with which none of the peers' begins."""
+    known = [*GENERAL, *dict.fromkeys(peer.name for peer in known_peers())]
+    for name in against:
+        if not any(peer.startswith(name) for peer in known):
+            raise UserError(
+                f"--against: no peer's name begins with {name!r}; known: {', '.join(known)}"
+            )
 
 
 def show(bench: PeerBench, rows: list[PeerRow], judged: list[PeerVerdict]) -> None:
@@ -94,6 +108,8 @@ def show(bench: PeerBench, rows: list[PeerRow], judged: list[PeerVerdict]) -> No
             print(f"not timed: {row.peer}, {row.job}, {row.rows} rows: {row.absent}")
     for row in {(r.job, r.rows): r for r in rows if r.note}.values():
         print(f"note: {row.job}, {row.rows} rows: {row.note}")
+    if bench.device.type == "cpu":
+        print(f"floors: none; {ON_CPU}")
     for verdict in judged:
         if not verdict.passed:
             print(f"{verdict.peer} under the contract of {verdict.contract}: {verdict.words()}")
@@ -126,13 +142,3 @@ def load_plan(given: str | None, model: str, device: str) -> Plan | None:
         return Plan.load(path)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def write(folder: Path, name: str, output: Any) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps(output, indent=1) + "\n")
-    progress(f"written to {folder / name}")
-
-
-def progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -10,22 +10,10 @@ import io
 import json
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from harness.environment import environment
-from harness.errors import UserError
 from harness.workload import pick_device
-
-
-def require(out: str | None) -> None:
-    """Make the folder before anything that takes long; UserError if it cannot be."""
-    if out is None:
-        return
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}; name a folder to write into") from error
 
 
 def give(
@@ -47,7 +35,8 @@ def give(
         "jobs": a.jobs,
         "seconds": round(seconds, 1),
     }
-    folder = Path(a.out)
+    folder = a.out
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{a.command}.json").write_text(lines(head | found))
     (folder / f"{a.command}.txt").write_text(table.getvalue())
 

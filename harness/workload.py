@@ -146,6 +146,10 @@ class Workload:
             self.file.try_out(model, self.config, self.device)
         return model
 
+    def require_callable(self) -> None:
+        """Build the model now, rather than when it is first needed; UserError as `model` says."""
+        _ = self.model
+
     def require_memory(self, *targets: Target) -> None:
         """Raise UserError unless the weights and the caches of `targets` fit beside each other."""
         free = free_bytes(self.device)

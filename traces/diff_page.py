@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from harness.errors import UserError
 from traces.diff import Difference
 from traces.trace import Trace
 
@@ -52,12 +53,20 @@ def page(before: Trace, after: Trace, found: Sequence[Difference]) -> str:
 
 
 def write(path: Path, text: str) -> Path:
-    """Write the page whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    """Write the page whole or not at all; UserError where it cannot be."""
+    temporary: str | None = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; name another file") from error
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
     return path
 
 

@@ -58,7 +58,10 @@ class Trajectory:
                 event = json.loads(line.decode())
                 event["kind"]
             except (ValueError, TypeError, KeyError) as error:
-                raise UserError(f"{self.path}:{number} is no line of a trajectory") from error
+                raise UserError(
+                    f"{self.path}:{number} is no line of a trajectory; "
+                    "restore it, or give a run's agent/trajectory.jsonl"
+                ) from error
             yield event
 
 
