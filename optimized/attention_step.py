@@ -8,6 +8,9 @@
     a     = R(a * R(sigmoid(R(gate + bias))))
     y     = R(a W_o^T)
 
+or with weightless norms, one factor for all queries, R(q * c), before a rotation whose products and
+sums are rounded, R(unit_norm(a)) per head before the gate and no bias, as in Muse Spark.
+
 R rounds to BF16; all else is FP32. B sequences of one token, H query heads on Hkv KV heads of d, S
 positions, D hidden. All rounding points are kept; none is added: P enters its product as three BF16
 terms that sum to it exactly (`decode_attention`).
@@ -34,8 +37,11 @@ from optimized.step_kernels import (
 )
 from optimized.triton_support import INTERPRETED, OfflineCase, launch, outside_domain
 
-PARTS = {"attend": "attend", "gate": "output_gate"}  # an attention's own, by their regions
-PREPARED = {True: "qk_norm_scale", False: "qk_norm_rope"}  # by whether its keys are all kept
+# An attention's own parts by their regions; what prepares keys by whether they are all kept.
+WEIGHTED = {"attend": "attend", "gate": "output_gate"}
+WEIGHTED_KEYS = {True: "qk_norm_scale", False: "qk_norm_rope"}
+WEIGHTLESS = {"attend": "attend", "gate": "output_norm_gate"}
+WEIGHTLESS_KEYS = {True: "qk_unit_norm", False: "qk_unit_norm_rope"}
 MAX_BATCH = 128
 MAX_FUSED_SPLITS = 16  # more would have every block of the projection read too much
 SHARES = 396  # three for each of an H200's 132 SMs
@@ -89,20 +95,27 @@ class StepKnobs:
 def sizes(node: Any, x: Tensor, step: Any, cache: Any) -> dict[str, int]:
     """B sequences, S positions that are read, H query and Hkv KV heads, d head dimension."""
     length = step.extent if node.is_full else cache.k.shape[1] - 1
-    found = {"B": x.shape[0], "S": length, "H": node.heads, "Hkv": node.kv_heads}
-    return {**found, "d": node.head_dim}
+    heads, kv_heads = (len(p.weight) // node.head_dim for p in (node.q_proj, node.k_proj))
+    return {"B": x.shape[0], "S": length, "H": heads, "Hkv": kv_heads, "d": node.head_dim}
+
+
+def is_weightless(node: Any) -> bool:
+    """Whether norms have no weights, and the output has a norm."""
+    return region_of(node.gate) == WEIGHTLESS["gate"]
 
 
 def guard(node: Any, x: Tensor, step: Any, cache: Any) -> str | None:
     """Why the kernels do not take this call, or None."""
     parts = {name: region_of(getattr(node, name, node)) for name in ("prepare", "attend", "gate")}
-    if parts.pop("prepare") != PREPARED[node.is_full] or parts != PARTS:
+    prepare, full = parts.pop("prepare"), node.is_full
+    known = (WEIGHTED, WEIGHTED_KEYS[full]), (WEIGHTLESS, WEIGHTLESS_KEYS[full])
+    if (parts, prepare) not in known:
         return "the attention has other parts than the kernels compute"
     if x.dim() != 3 or x.shape[1] != 1:
         return "the step has more than one token, the kernels serve decode steps"
     if not 0 < x.shape[0] <= MAX_BATCH:
         return f"{x.shape[0]} sequences, the kernels take 1 to {MAX_BATCH}"
-    dim, heads, kv_heads = node.head_dim, node.heads, node.kv_heads
+    length, heads, kv_heads, dim = list(sizes(node, x, step, cache).values())[1:]
     if dim < 32 or dim > 256 or dim & (dim - 1):
         return f"head dimension {dim}, the kernels take powers of two from 32 to 256"
     if heads % kv_heads or heads // kv_heads > 64:
@@ -110,20 +123,23 @@ def guard(node: Any, x: Tensor, step: Any, cache: Any) -> str | None:
     for name, kept in (("k", cache.k), ("v", cache.v)):
         if kept.shape[0] != x.shape[0] or kept.shape[2:] != (kv_heads, dim) or kept.stride(3) != 1:
             return f"{name} cache is {tuple(kept.shape)} with strides {kept.stride()}"
-    if sizes(node, x, step, cache)["S"] < 1:
+    if length < 1:
         return "the cache holds no position"
     mask = step.full_mask if node.is_full else step.ring_mask
     slots = step.full_slots if node.is_full else step.ring_slots
-    shape = x.shape[0], 1, sizes(node, x, step, cache)["S"]
+    shape = x.shape[0], 1, length
     if mask is not None and (
         mask.dtype != torch.bool or mask.shape != shape or mask.stride(2) != 1
     ):
         return f"mask is {mask.dtype} {tuple(mask.shape)} with strides {mask.stride()}"
     if slots.dtype != torch.int64 or slots.shape != (x.shape[0], 1):
         return f"slots are {slots.dtype} {tuple(slots.shape)}, the kernels take int64 [B, 1]"
-    tables = (step.q_scale,) if node.is_full else (step.cos, step.sin)
-    if not all(t.dtype == torch.float32 and t.is_contiguous() for t in tables):
-        return "the position tables are not contiguous FP32"
+    tables = () if node.is_full else (step.cos, step.sin)
+    wanted = torch.bfloat16 if is_weightless(node) else torch.float32
+    if node.is_full and not is_weightless(node):
+        tables = (step.q_scale,)
+    if not all(t.dtype == wanted and t.is_contiguous() for t in tables):
+        return f"the position tables are not contiguous {wanted}"
     if not node.o_proj.weight.is_contiguous():
         return f"the output weight has strides {node.o_proj.weight.stride()}"
     return outside_domain(x=x, k=cache.k, v=cache.v, weight=node.o_proj.weight)
@@ -161,20 +177,21 @@ def attend(
     splits = triton.cdiv(length, tiles * knobs.block)  # none without a position
     mask = step.full_mask if node.is_full else step.ring_mask
     partial = {"dtype": torch.float32, "device": q.device}
-    sums = torch.empty((batch * node.heads, splits, dim), **partial)
-    stats = torch.empty((batch * node.heads, splits, 2), **partial)
-    group = node.heads // node.kv_heads
+    heads, kv_heads, weightless = shape["H"], shape["Hkv"], is_weightless(node)
+    sums = torch.empty((batch * heads, splits, dim), **partial)
+    stats = torch.empty((batch * heads, splits, 2), **partial)
+    group = heads // kv_heads
     launch(
         step_attention_kernel,
-        (splits, node.kv_heads, batch),
+        (splits, kv_heads, batch),
         q,
         k,
         v,
-        node.q_norm.weight,
-        node.k_norm.weight,
+        q if weightless else node.q_norm.weight,
+        k if weightless else node.k_norm.weight,
         step.cos,
         step.sin,
-        step.q_scale,
+        step.cos if weightless else step.q_scale,
         cache.k,
         cache.v,
         step.full_slots if node.is_full else step.ring_slots,
@@ -191,6 +208,7 @@ def attend(
         tiles,
         node.attend.scale,
         node.prepare.eps,
+        node.prepare.q_factor if weightless else 1.0,
         G=group,
         GROUP=max(8, triton.next_power_of_2(group)),
         P=dim // 2,
@@ -199,11 +217,22 @@ def attend(
         STAGES=knobs.stages,
         MORE=tiles > 1,
         MASKED=mask is not None,
-        ROTATED=not node.is_full,
+        **kinds(weightless, node.is_full),
         WIDE=INTERPRETED,
         num_warps=knobs.warps,
     )
     return sums, stats, splits
+
+
+def kinds(weightless: bool, full: bool) -> dict[str, Any]:
+    """How queries and keys are prepared."""
+    turned = "stepped" if weightless else "once"
+    factor = "one" if weightless else "table" if full else "none"
+    return {
+        "WEIGHTED": not weightless,
+        "ROTATION": "none" if full else turned,
+        "FACTOR": factor,
+    }
 
 
 def row_tiles(outputs: int, width: int, knobs: StepKnobs) -> int:
@@ -219,83 +248,103 @@ def project(
 ) -> Tensor:
     """The shares combined, gated by gate [B, 1, H d], and projected -> [B, D]."""
     rows, _, dim = sums.shape
-    width = node.heads * dim
+    heads, normed = len(node.q_proj.weight) // dim, is_weightless(node)
+    width = heads * dim
+    bias, eps = (gate, node.gate.eps) if normed else (node.gate_bias, 0.0)
     weight = node.o_proj.weight
-    if rows == node.heads and splits <= MAX_FUSED_SPLITS:
+    if rows == heads and splits <= MAX_FUSED_SPLITS:
         out = torch.empty((1, len(weight)), dtype=gate.dtype, device=gate.device)
-        tiles = row_tiles(len(weight), triton.next_power_of_2(node.heads) * dim, knobs)
+        tiles = row_tiles(len(weight), triton.next_power_of_2(heads) * dim, knobs)
         launch(
             gated_projection_kernel,
             (triton.cdiv(len(weight), knobs.rows * tiles),),
             sums,
             stats,
             gate,
-            node.gate_bias,
+            bias,
             weight,
             out,
             len(weight),
-            H=node.heads,
-            HEADS=triton.next_power_of_2(node.heads),
+            eps,
+            H=heads,
+            HEADS=triton.next_power_of_2(heads),
             DIM=dim,
             SPLITS=splits,
             SPLIT_BLOCK=triton.next_power_of_2(splits),
             ROWS=knobs.rows,
             TILES=tiles,
+            NORMED=normed,
             num_warps=knobs.row_warps,
         )
         return out
-    a = torch.empty((rows // node.heads, width), dtype=gate.dtype, device=gate.device)
-    columns = min(COMBINED_COLUMNS, dim)
+    a = torch.empty((rows // heads, width), dtype=gate.dtype, device=gate.device)
+    columns = dim if normed else min(COMBINED_COLUMNS, dim)
     launch(
         combine_gate_kernel,
         (rows, dim // columns),
         sums,
         stats,
         gate,
-        node.gate_bias,
+        bias,
         a,
         gate.stride(0),
-        node.heads,
+        heads,
+        eps,
         SPLITS=splits,
         SPLIT_BLOCK=triton.next_power_of_2(splits),
         DIM=dim,
         COLUMNS=columns,
+        NORMED=normed,
         num_warps=4,
     )
     return node.o_proj(a)
 
 
 def offline_cases() -> list[OfflineCase]:
-    """A TP8 rank of Beam: 6 query heads on 1 KV head, 100K positions and a window of 512."""
+    """TP8 ranks at 100K positions and a window: 6 query heads on 1 of 128, as Beam, and 16 on 2 of
+    64 with weightless norms, as Muse Spark."""
+    wide, window = {"B": 1, "H": 6, "Hkv": 1, "d": 128}, 512
+    found = rank_cases(wide, window, outputs=5120, weightless=False)
+    narrow, window = {"B": 1, "H": 16, "Hkv": 2, "d": 64}, 2048
+    return found + rank_cases(narrow, window, outputs=8192, weightless=True)
+
+
+def rank_cases(
+    rank: Mapping[str, int], window: int, *, outputs: int, weightless: bool
+) -> list[OfflineCase]:
+    """The kernels of a full layer and of a sliding one."""
     bf16 = "q_ptr", "k_ptr", "v_ptr", "q_weight", "k_weight", "k_cache", "v_cache"
     bf16 += "gate_ptr", "bias_ptr", "weight_ptr", "out_ptr"
-    kinds: dict[str, str] = dict.fromkeys(bf16, "*bf16") | {"slots_ptr": "*i64", "mask_ptr": "*u8"}
-    tables = "cos_ptr", "sin_ptr", "factor_ptr", "sums_ptr", "stats_ptr"
-    kinds |= dict.fromkeys(tables, "*fp32")
-    kinds |= {f"{x}_{part}": "i64:16" for x in "kv" for part in ("batch", "slot", "head")}
-    kinds |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "gate_stride"), "i32:16")
-    kinds |= {"mask_batch": "i64:16", "S": "i32:16", "tiles": "i32", "H": "i32", "O": "i32:16"}
-    kinds |= dict.fromkeys(("scale", "eps"), "fp32")
+    types: dict[str, str] = dict.fromkeys(bf16, "*bf16") | {"slots_ptr": "*i64", "mask_ptr": "*u8"}
+    tables = dict.fromkeys(("cos_ptr", "sin_ptr"), "*bf16" if weightless else "*fp32")
+    types |= {**tables, **dict.fromkeys(("factor_ptr", "sums_ptr", "stats_ptr"), "*fp32")}
+    types |= {f"{x}_{part}": "i64:16" for x in "kv" for part in ("batch", "slot", "head")}
+    types |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "gate_stride"), "i32:16")
+    types |= {"mask_batch": "i64:16", "S": "i32:16", "tiles": "i32", "H": "i32", "O": "i32:16"}
+    types |= dict.fromkeys(("scale", "eps", "q_factor"), "fp32")
 
     def case(kernel: Any, warps: int, **values: Any) -> OfflineCase:
         names = [n for n in kernel.arg_names if n != "PDL"]
-        types = {n: "constexpr" if n in values else kinds[n] for n in names}
-        return OfflineCase(kernel, types, values, warps)
+        kept = {n: "constexpr" if n in values else types[n] for n in names}
+        return OfflineCase(kernel, kept, values, warps)
 
-    found = []
-    for length in (100_352, 512):
-        knobs = StepKnobs.heuristic({"B": 1, "S": length, "H": 6, "Hkv": 1, "d": 128})
-        sizes: dict[str, Any] = {"G": 6, "GROUP": 8, "P": 64, "BLOCK": knobs.block}
-        sizes |= {"SPLITS": knobs.splits, "STAGES": knobs.stages, "MASKED": True}
-        sizes |= {"MORE": length > 512, "ROTATED": length == 512, "WIDE": False}
+    found, heads, dim = [], rank["H"], rank["d"]
+    group, padded = heads // rank["Hkv"], triton.next_power_of_2(heads)
+    for length in (100_352, window):
+        knobs = StepKnobs.heuristic({**rank, "S": length})
+        sizes: dict[str, Any] = {"G": group, "GROUP": max(8, triton.next_power_of_2(group))}
+        sizes |= {"P": dim // 2, "BLOCK": knobs.block, "SPLITS": knobs.splits}
+        sizes |= {"STAGES": knobs.stages, "MASKED": True, "MORE": length > window, "WIDE": False}
+        sizes |= kinds(weightless, length > window)
         found.append(case(step_attention_kernel, knobs.warps, **sizes))
-        sizes = {"SPLITS": knobs.splits, "DIM": 128}
+        sizes = {"SPLITS": knobs.splits, "DIM": dim, "NORMED": weightless}
+        sizes |= {"SPLIT_BLOCK": triton.next_power_of_2(knobs.splits)}
         if knobs.splits > MAX_FUSED_SPLITS:
-            sizes |= {"SPLIT_BLOCK": triton.next_power_of_2(knobs.splits)}
-            found.append(case(combine_gate_kernel, 4, **sizes, COLUMNS=COMBINED_COLUMNS))
+            columns = dim if weightless else COMBINED_COLUMNS
+            found.append(case(combine_gate_kernel, 4, **sizes, COLUMNS=columns))
         else:
-            sizes |= {"H": 6, "HEADS": 8, "SPLIT_BLOCK": 8, "ROWS": knobs.rows}
-            sizes |= {"TILES": row_tiles(5120, 1024, knobs)}
+            sizes |= {"H": heads, "HEADS": padded, "ROWS": knobs.rows}
+            sizes |= {"TILES": row_tiles(outputs, padded * dim, knobs)}
             found.append(case(gated_projection_kernel, knobs.row_warps, **sizes))
     return found
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from optimized.decode_attention import HIDDEN, combined_shares, dot
-from optimized.qk_norm import copy_heads, normed_heads, store_heads
+from optimized.qk_norm import copy_heads, normed_heads, store_heads, turned
 from optimized.triton_support import (
     begin,
     exp_fp32,
@@ -31,18 +31,16 @@ def _prepared(
     factor,
     eps,
     P: tl.constexpr,
-    ROTATED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROTATION: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Some heads of a row, normed and turned by their position, or scaled; FP32 halves [., P]."""
-    a, b = normed_heads(row_ptr, weight_ptr, heads, columns, in_heads, eps, P)
-    if ROTATED:
-        first = a
-        a = first * cos - b * sin
-        b = b * cos + first * sin
+    """Some heads of a row, normed, scaled and turned by their position; FP32 halves [., P]."""
+    a, b = normed_heads(row_ptr, weight_ptr, heads, columns, in_heads, eps, P, WEIGHTED)
     if SCALED:
-        a, b = a * factor, b * factor
-    return a, b
+        a = (a * factor).to(tl.bfloat16).to(tl.float32)
+        b = (b * factor).to(tl.bfloat16).to(tl.float32)
+    return turned(a, b, cos, sin, ROTATION)
 
 
 @triton.jit
@@ -128,6 +126,7 @@ def step_attention_kernel(
     tiles,
     scale,
     eps,
+    q_factor,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     P: tl.constexpr,
@@ -136,13 +135,18 @@ def step_attention_kernel(
     STAGES: tl.constexpr,
     MORE: tl.constexpr,
     MASKED: tl.constexpr,
-    ROTATED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FACTOR: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first block of a share is read before the previous kernel is done: what it holds was
-    written by earlier steps, except in the slot of this one, which is read again. `MORE`: there
-    are other blocks."""
+    """`WEIGHTED` are the norms, `ROTATION` is `qk_norm.turned`'s; the queries' `FACTOR` is "table",
+    of each sequence at `factor_ptr`, "one", `q_factor` for all, or "none".
+
+    The first block of a share is read before the previous kernel is done: what it holds was written
+    by earlier steps, except in the slot of this one, which is read again. `MORE`: there are other
+    blocks."""
     let_next_start(PDL)
     split, kv_head = tl.program_id(0), tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -155,11 +159,11 @@ def step_attention_kernel(
     previous_is_done(PDL)
 
     columns = half[None, :]
-    cos, sin, factor = 0.0, 0.0, 1.0
-    if ROTATED:
-        cos = tl.load(cos_ptr + batch * P + columns)
-        sin = tl.load(sin_ptr + batch * P + columns)
-    else:
+    cos, sin, factor = 0.0, 0.0, q_factor
+    if ROTATION != "none":
+        cos = tl.load(cos_ptr + batch * P + columns).to(tl.float32)
+        sin = tl.load(sin_ptr + batch * P + columns).to(tl.float32)
+    if FACTOR == "table":
         factor = tl.load(factor_ptr + batch)
     slot = tl.load(slots_ptr + batch)
 
@@ -168,9 +172,12 @@ def step_attention_kernel(
         one = kv_head + tl.arange(0, 1)[:, None]
         whole = (one >= 0) & (columns < P)
         k_row = k_ptr + batch * k_stride
+        # fmt: off
         a, b = _prepared(
-            k_row, k_weight, one, whole, columns, cos, sin, factor, eps, P, ROTATED, False
+            k_row, k_weight, one, whole, columns, cos, sin, factor, eps, P,
+            WEIGHTED, ROTATION, False,
         )
+        # fmt: on
         store_heads(k_cache + batch * k_batch + slot * k_slot, a, b, one, columns, whole, k_head, P)
         v_row = v_cache + batch * v_batch + slot * v_slot
         copy_heads(v_ptr + batch * v_stride, v_row, one, columns, whole, v_head, P)
@@ -192,8 +199,9 @@ def step_attention_kernel(
         factor,
         eps,
         P,
-        ROTATED,
-        not ROTATED,
+        WEIGHTED,
+        ROTATION,
+        FACTOR != "none",
     )
     q_a, q_b = tl.trans(q_a.to(tl.bfloat16)), tl.trans(q_b.to(tl.bfloat16))
     highest = tl.full((GROUP,), HIDDEN, tl.float32)
@@ -224,11 +232,17 @@ def step_attention_kernel(
 
 
 @triton.jit
-def _gated(a, gate, bias):
-    """R(a * R(sigmoid(R(gate + bias)))) of the rounded a, as FP32."""
+def _gated(a, gate, bias, eps, DIM: tl.constexpr, NORMED: tl.constexpr):
+    """R(a * R(sigmoid(R(gate + bias)))) of the rounded a [..., DIM], as FP32; `NORMED`, of
+    R(unit_norm(a)) and without a bias."""
     a = a.to(tl.bfloat16).to(tl.float32)
-    biased = (gate.to(tl.float32) + bias.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    share = sigmoid_fp32(biased).to(tl.bfloat16).to(tl.float32)
+    gate = gate.to(tl.float32)
+    if NORMED:
+        squares = tl.sum(a * a, axis=len(a.shape) - 1, keep_dims=True)
+        a = (a * tl.rsqrt(squares * (1.0 / DIM) + eps)).to(tl.bfloat16).to(tl.float32)
+    else:
+        gate = (gate + bias.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    share = sigmoid_fp32(gate).to(tl.bfloat16).to(tl.float32)
     return (a * share).to(tl.bfloat16).to(tl.float32)
 
 
@@ -241,20 +255,25 @@ def combine_gate_kernel(
     out_ptr,
     gate_stride,
     H,
+    eps,
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
+    NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Some `COLUMNS` of a head, all of them where it is `NORMED`."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     head = row % H
     gate = tl.load(gate_ptr + (row // H) * gate_stride + head * DIM + columns)
-    bias = tl.load(bias_ptr + head)
+    bias = 0.0
+    if not NORMED:
+        bias = tl.load(bias_ptr + head)
     a = combined_shares(sums_ptr, stats_ptr, row, columns, SPLITS, SPLIT_BLOCK, DIM)
-    tl.store(out_ptr + row * DIM + columns, _gated(a, gate, bias).to(tl.bfloat16))
+    tl.store(out_ptr + row * DIM + columns, _gated(a, gate, bias, eps, DIM, NORMED).to(tl.bfloat16))
 
 
 @triton.jit
@@ -266,6 +285,7 @@ def gated_projection_kernel(
     weight_ptr,
     out_ptr,
     O,  # noqa: E741
+    eps,
     H: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -273,6 +293,7 @@ def gated_projection_kernel(
     SPLIT_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
+    NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One sequence: its H heads, combined from `SPLITS` shares and gated, times `TILES` tiles of
@@ -287,7 +308,9 @@ def gated_projection_kernel(
         pointers = weight_ptr + row[:, None] * (H * DIM) + column[None, :]
         held = held + (tl.load(pointers, mask=present, other=0.0),)
     head = tl.arange(0, HEADS)[:, None]
-    bias = tl.load(bias_ptr + head, mask=head < H, other=0.0)
+    bias = 0.0
+    if not NORMED:
+        bias = tl.load(bias_ptr + head, mask=head < H, other=0.0)
     previous_is_done(PDL)
     split = tl.arange(0, SPLIT_BLOCK)[None, :]
     inside = (head < H) & (split < SPLITS)
@@ -301,7 +324,7 @@ def gated_projection_kernel(
     factor = exp_fp32(highest - tl.max(highest, axis=1)[:, None])
     total = tl.sum(factor * denominator, axis=1)[:, None]
     a = tl.sum(numerator * factor[:, :, None], axis=1) / tl.where(head < H, total, 1.0)
-    x = tl.reshape(_gated(a, gate, bias), [HEADS * DIM])
+    x = tl.reshape(_gated(a, gate, bias, eps, DIM, NORMED), [HEADS * DIM])
     for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
         row = first + i * ROWS + tl.arange(0, ROWS)
         y = tl.sum(held[i].to(tl.float32) * x[None, :], axis=1)
