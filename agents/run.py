@@ -174,7 +174,7 @@ def recall(a: argparse.Namespace, ledger: Ledger) -> None:
         setattr(a, name, run[name])
     known = run.get("options") or {}
     a.require_sandbox |= bool(known.get("require_sandbox"))
-    a.allow_added += known.get("allows", [])
+    a.allow_added = [*a.allow_added, *known.get("allows", [])]
     options.recall(a, known)
     search.recall(a, known)
     workers.recall(a, known)
