@@ -9,6 +9,7 @@ from traces.align import Match, align
 from traces.observed import Work
 from traces.origins import Launched, Span, Timed
 from traces.recorder import Recorder
+from traces.split import Part, split
 from traces.trace import Call, Kernel, Outline, Trace
 
 
@@ -33,7 +34,7 @@ def assemble(
     works = _works(recorder, typical.spans, [owner for owner, _ in owners])
     kernels = []
     for i, (span, (owner, ambiguous)) in enumerate(zip(typical.spans, owners, strict=True)):
-        work, costed = works[i]
+        work = works[i] or Work()
         kernels.append(
             Kernel(
                 name=span.name,
@@ -46,8 +47,8 @@ def assemble(
                 gap_us=round(statistics.median(t.spans[i].gap_us for t in agreeing), 3),
                 reads=work.reads,
                 writes=work.writes,
-                flops=work.flops if costed else None,
-                costed=costed,
+                flops=None if works[i] is None else work.flops,
+                costed=works[i] is not None,
                 matmul=work.matmul,
                 peak=work.peak,
                 ambiguous=ambiguous,
@@ -70,6 +71,7 @@ def assemble(
         outline=outline,
         title=title,
         ceilings=ceilings,
+        must_read_bytes=_compulsory(recorder),
     )
 
 
@@ -86,25 +88,40 @@ def _owned(spans: Sequence[Span], launches: Sequence[Launched]) -> list[tuple[La
 
 def _works(
     recorder: Recorder, spans: Sequence[Span], owners: Sequence[Launched]
-) -> list[tuple[Work, bool]]:
-    """Each kernel's cost, and whether it is known. Several kernels of one operator, or of one
-    opaque call, share one cost: the longest of them carries it."""
-    nothing = Work()
-    found: list[tuple[Work, bool]] = [(nothing, False)] * len(spans)
-    members: dict[tuple[str, int], list[int]] = {}
+) -> list[Work | None]:
+    """Each kernel's cost, None where it is not known. The longest kernel of an operator carries the
+    operator's cost; the kernels of an opaque call share the call's, see `split`."""
+    found: list[Work | None] = [None] * len(spans)
+    operators: dict[int, list[int]] = {}
+    calls: dict[int, list[int]] = {}
     for i, owner in enumerate(owners):
         if owner.operator is not None:
-            members.setdefault(("operator", owner.operator), []).append(i)
+            operators.setdefault(owner.operator, []).append(i)
         elif (call := _opaque_call(recorder, owner.call)) is not None:
-            members.setdefault(("call", call), []).append(i)
-    for (kind, index), own in members.items():
-        work = recorder.operators[index].work if kind == "operator" else recorder.calls[index].work
-        if work is None:
-            continue
+            calls.setdefault(call, []).append(i)
+    for index, own in operators.items():
         longest = max(own, key=lambda i: spans[i].time_us)
         for i in own:
-            found[i] = (work if i == longest else nothing, True)
+            found[i] = recorder.operators[index].work if i == longest else Work()
+    for index, own in calls.items():
+        work = recorder.calls[index].work
+        assert work is not None  # see _opaque_call
+        parts = [Part(time_us=spans[i].time_us, given=owners[i].given) for i in own]
+        for i, share in zip(own, split(work, parts), strict=True):
+            found[i] = share
     return found
+
+
+def _compulsory(recorder: Recorder) -> int:
+    """Bytes that any implementation of the step must read: of each value that it is given, the
+    most that one operator or opaque call reads."""
+    touched: dict[int, int] = dict.fromkeys(recorder.values.given, 0)
+    works = (x.work for x in (*recorder.operators, *recorder.calls))
+    for work in works:
+        for value, count in () if work is None else work.reads:
+            if value in touched:
+                touched[value] = max(touched[value], count)
+    return sum(touched.values())
 
 
 def _opaque_call(recorder: Recorder, call: int | None) -> int | None:

@@ -2,26 +2,31 @@
 
 A replaced forward (compiled, or launching kernels directly) shows no operators. What it has to do
 is what its class's forward does, so that forward runs here on fake tensors of the same shapes: no
-data, no kernels. Only what crosses the call's border counts as bytes.
+data, no kernels, and what was replaced inside it runs as written, too. Only what crosses the call's
+border counts as bytes.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from harness.modes import DispatchMode
 from traces.costs import cost, distinct_bytes, storage_key
 
 log = logging.getLogger(__name__)
 
-Key = tuple[str, Any]  # ("argument", position), ("parameter", name) or ("output", position)
+# ("argument", position), ("held", (position, name)): what an argument that is no tensor holds,
+# ("parameter", name) or ("output", position)
+Key = tuple[str, Any]
+Span = tuple[int, int]  # first byte of a storage and the one past the last
 
 
 @dataclass(frozen=True)
@@ -48,30 +53,50 @@ class Spec:
     leaves: tuple[Any, ...]  # a Shape where the argument is a tensor
     tree: TreeSpec
     parameters: Mapping[str, Tensor]
+    held: Mapping[tuple[int, str], Tensor]  # such as a cache's tensors, by argument and name
 
     @classmethod
     def of(cls, module: nn.Module, args: Any, kwargs: Any) -> "Spec":
         leaves, tree = tree_flatten((args, kwargs))
         shapes = tuple(Shape.of(x) if isinstance(x, Tensor) else x for x in leaves)
         own = dict(module.named_parameters()) | dict(module.named_buffers())
-        return cls(shapes, tree, own)
+        held = {
+            (i, name): value
+            for i, leaf in enumerate(leaves)
+            for name, value in getattr(leaf, "__dict__", {}).items()
+            if not isinstance(leaf, Tensor | nn.Module) and isinstance(value, Tensor)
+        }
+        return cls(shapes, tree, own, held)
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """Equal for calls that move and compute the same."""
-        leaves = tuple(x if isinstance(x, Shape) else repr(x) for x in self.leaves)
-        return leaves, tuple((name, Shape.of(t)) for name, t in self.parameters.items())
+        holders = {i for i, _ in self.held}
+        leaves = tuple(
+            x if isinstance(x, Shape) else type(x) if i in holders else repr(x)
+            for i, x in enumerate(self.leaves)
+        )
+        known = *self.parameters.items(), *self.held.items()
+        return leaves, tuple((name, Shape.of(t)) for name, t in known)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes by the argument, parameter or output they belong to, and operations."""
+    """Bytes by the argument, parameter or output they belong to, and operations.
+
+    `products` are the operations of matrix products and attentions, by what enters them from
+    outside the call, through any other operators but no product before.
+    """
 
     reads: Mapping[Key, int]
     writes: Mapping[Key, int]
     flops: int
-    matmul: bool
+    products: Mapping[frozenset[Key], int]
     peak: str
+
+    @property
+    def matmul(self) -> bool:
+        return bool(self.products)
 
 
 class Footprints:
@@ -88,63 +113,102 @@ class Footprints:
         return self.known[key]
 
 
+def _covered(spans: Iterable[Span]) -> int:
+    """Bytes that the spans cover, each once."""
+    total = reached = 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
 class _Border(DispatchMode):
     """Collects what crosses the border: storages known at the start, by their key."""
 
-    def __init__(self, owners: dict[int, Key]) -> None:
+    def __init__(self, owners: dict[int, Key], fakes: FakeTensorMode, alive: list[Tensor]) -> None:
         super().__init__()
-        self.owners = owners
-        self.reads: dict[Key, int] = {}
-        self.writes: dict[Key, int] = {}
+        self.owners, self.fakes, self.alive = owners, fakes, alive
+        self.origins = {key: frozenset((owner,)) for key, owner in owners.items()}
+        self.reads: dict[Key, set[Span]] = {}
+        self.writes: dict[Key, set[Span]] = {}
         self.flops = 0
-        self.matmul_flops = 0
+        self.products: dict[frozenset[Key], int] = {}
         self.peak = "fp32"
-        self.alive: list[Tensor] = []  # keeps storage keys unique while this runs
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        args, kwargs = tree_map_only(Tensor, self.fake, (args, kwargs or {}))
         out = func(*args, **kwargs)
         if not isinstance(func, OpOverload) or func.namespace == "profiler":
             return out
-        self.alive.extend(t for t in tree_leaves(out) if isinstance(t, Tensor))
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.alive.extend(made)
         found = cost(func, args, kwargs, out)
         for accesses, table in ((found.reads, self.reads), (found.writes, self.writes)):
             for tensor, count in accesses:
                 owner = self.owners.get(storage_key(tensor))
-                if owner is not None:  # the most that one operator touches: reads may overlap
-                    table[owner] = max(table.get(owner, 0), count)
+                if owner is not None:
+                    start = int(tensor.storage_offset()) * tensor.element_size()
+                    table.setdefault(owner, set()).add((start, start + count))
         self.flops += found.flops
+        origins = frozenset[Key]().union(
+            *(
+                self.origins.get(storage_key(t), frozenset())
+                for t in tree_leaves((args, kwargs))
+                if isinstance(t, Tensor)
+            )
+        )
         if found.matmul:
-            self.matmul_flops += found.flops
-            self.peak = found.peak
+            self.products[origins] = self.products.get(origins, 0) + found.flops
+            self.peak, origins = found.peak, frozenset()
+        for tensor in made:
+            self.origins.setdefault(storage_key(tensor), origins)
         return out
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """The stand-in of a real tensor, always the same one."""
+        return tensor if isinstance(tensor, FakeTensor) else self.fakes.from_tensor(tensor)
+
+
+@contextmanager
+def _as_written(module: nn.Module) -> Iterator[None]:
+    """Every module in `module` calls its class's forward, also where that was replaced."""
+    replaced = {m: vars(m).pop("forward") for m in module.modules() if "forward" in vars(m)}
+    try:
+        yield
+    finally:
+        for inner, forward in replaced.items():
+            vars(inner)["forward"] = forward
 
 
 def _measure(module: nn.Module, spec: Spec) -> Footprint | None:
     owners: dict[int, Key] = {}
-    for name, tensor in spec.parameters.items():
-        owners[storage_key(tensor)] = ("parameter", name)
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        alive: list[Tensor] = []  # keeps storage keys unique while this runs
+        for kind, tensors in (("parameter", spec.parameters), ("held", spec.held)):
+            for name, tensor in tensors.items():
+                alive.append(fakes.from_tensor(tensor))
+                owners.setdefault(storage_key(alive[-1]), (kind, name))
         leaves = [x.make() if isinstance(x, Shape) else x for x in spec.leaves]
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 owners[storage_key(leaf)] = ("argument", i)
         args, kwargs = tree_unflatten(leaves, spec.tree)
-        border = _Border(owners)
+        border = _Border(owners, fakes, alive)
         try:
-            with border:
+            with border, _as_written(module):
                 out = type(module).forward(module, *args, **kwargs)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             first = next(iter(str(error).splitlines()), "")
             log.info("%s: its cost is unknown: %s", type(module).__name__, first)
             return None
+        writes = {key: _covered(spans) for key, spans in border.writes.items()}
         for i, tensor in enumerate(t for t in tree_leaves(out) if isinstance(t, Tensor)):
             if storage_key(tensor) not in owners:
-                border.writes[("output", i)] = distinct_bytes(tensor)
+                writes[("output", i)] = distinct_bytes(tensor)
     return Footprint(
-        reads=border.reads,
-        writes=border.writes,
+        reads={key: _covered(spans) for key, spans in border.reads.items()},
+        writes=writes,
         flops=border.flops,
-        matmul=border.matmul_flops > 0,
+        products=border.products,
         peak=border.peak,
     )

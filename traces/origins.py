@@ -4,7 +4,7 @@
 that ran alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ class Launched:
     source: str | None
     op: str | None = None
     written: bool = False
+    given: Mapping[int, int] | None = None  # bytes of each value that it is given, where noted
 
     @property
     def origin(self) -> tuple[int | None, str | None]:
@@ -121,6 +122,7 @@ def _origin(recorder: Recorder, name: str, ranges: Sequence[str]) -> Launched:
                 call=launch.call,
                 source=launch.source,
                 written=launch.written,
+                given=launch.given,
             )
         if held.startswith(CALL):
             call = index_of(held)

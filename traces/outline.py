@@ -15,6 +15,7 @@ from traces.trace import ModuleInfo, Outline
 ROOT = Path(__file__).resolve().parents[1]
 # Code that serves the model and is not part of it.
 SERVING = {"torch", "triton", "traces", "harness", "agents"}
+HIDDEN = "__tracebackhide__"
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
@@ -81,9 +82,16 @@ def class_files(model: nn.Module) -> frozenset[str]:
 
 def model_frame(frame: FrameType | None, files: frozenset[str]) -> FrameType | None:
     """The innermost frame at or above `frame` in the model's own code: in one of `files`, or in no
-    library, the interpreter, nor this framework's own tools."""
+    library, the interpreter, nor this framework's own tools.
+
+    A helper that many places share marks itself by a local `__tracebackhide__ = True`, as pytest
+    has it; the line is then that of its caller.
+    """
     while frame is not None:
         filename = frame.f_code.co_filename
+        if _hidden(frame):
+            frame = frame.f_back
+            continue
         if filename in files:
             return frame
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -92,6 +100,11 @@ def model_frame(frame: FrameType | None, files: frozenset[str]) -> FrameType | N
             return frame
         frame = frame.f_back
     return None
+
+
+def _hidden(frame: FrameType) -> bool:
+    marked = HIDDEN in frame.f_code.co_varnames  # before the locals, which are copied to be read
+    return marked and bool(frame.f_locals.get(HIDDEN))
 
 
 def passes(frame: FrameType | None, package: str) -> bool:

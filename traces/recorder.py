@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from harness.modes import DispatchMode
+from optimized.launches import observers
 from traces.costs import Cost, cost, name_of
 from traces.footprint import Footprints, Spec
 from traces.names import CALL, LAUNCH, OPERATOR
@@ -41,6 +43,7 @@ class Recorder(DispatchMode):
         self.ranges: list[Any] = []
         self.pending: list[Pending] = []
         self.hidden = 0  # opaque calls that we are inside of
+        self.told = 0  # announced launches that we are inside of
 
     # --- operators ----------------------------------------------------------------------------
 
@@ -99,11 +102,16 @@ class Recorder(DispatchMode):
                 call=index,
                 node=module,
                 spec=spec,
-                arguments=[
-                    self.values.number(x) if isinstance(x, Tensor) else None
-                    for x in tree_leaves((args, kwargs))
-                ],
-                parameters={k: self.values.number(t) for k, t in spec.parameters.items()},
+                values={
+                    **{
+                        ("argument", i): self.values.number(x)
+                        for i, x in enumerate(tree_leaves((args, kwargs)))
+                        if isinstance(x, Tensor)
+                    },
+                    **{("parameter", k): self.values.number(t) for k, t in spec.parameters.items()},
+                    **{("held", k): self.values.number(t) for k, t in spec.held.items()},
+                },
+                first_launch=len(self.launches),
             )
         self.stack.append((index, pending))
         if opaque:
@@ -123,7 +131,11 @@ class Recorder(DispatchMode):
                 super().__enter__()
         if pending is not None:
             self.values.made(tensors(out), tensors((args, kwargs)))
-            pending.outputs = [self.values.number(t) for t in tensors(out)]
+            for i, tensor in enumerate(tensors(out)):
+                pending.values[("output", i)] = self.values.number(tensor)
+            for launch in self.launches[pending.first_launch :]:
+                if launch.storages is not None:
+                    launch.given = self.values.located(launch.storages)
             self.pending.append(pending)
         if name == "":
             self.outputs = tuple({self.values.number(t) for t in tensors(out)})
@@ -138,26 +150,45 @@ class Recorder(DispatchMode):
 
     # --- kernels that Triton launches past the dispatcher ---------------------------------------
 
+    @contextmanager
+    def launching(self, kernel: Any, arguments: tuple[Any, ...]) -> Iterator[None]:
+        """Around a launch by `optimized.triton_support.launch`, which says what it is given."""
+        storages = self.values.storages(tensors(arguments))
+        with record_function(self.noted(kernel.__name__, sys._getframe(1), storages)):
+            self.told += 1
+            try:
+                yield
+            finally:
+                self.told -= 1
+
     def launch_enter(self, metadata: Any) -> None:
-        # A compiler launches its own kernels: they are its line's that was compiled, not written.
-        generated = passes(sys._getframe(1), COMPILER)
-        frame = None if generated else model_frame(sys._getframe(1), self.files)
-        index = len(self.launches)
-        self.launches.append(
-            Launch(
-                name=str(metadata.get().get("name", "")) if metadata is not None else "",
-                call=self.call,
-                source=frame_line(frame) if frame else self.call_source,
-                # Past the model's own files, only code that replaces parts of it launches kernels.
-                written=frame is not None and frame.f_code.co_filename not in self.files,
-            )
-        )
-        scope = record_function(f"{LAUNCH}{index}")
+        """Triton's hook: also called for launches that nobody announced."""
+        if self.told:
+            return
+        name = str(metadata.get().get("name", "")) if metadata is not None else ""
+        scope = record_function(self.noted(name, sys._getframe(1), None))
         scope.__enter__()
         self.ranges.append(scope)
 
     def launch_exit(self, metadata: Any) -> None:
-        self.ranges.pop().__exit__(None, None, None)
+        if not self.told:
+            self.ranges.pop().__exit__(None, None, None)
+
+    def noted(self, name: str, near: FrameType, storages: dict[int, int] | None) -> str:
+        """Notes a launch made at or above the frame `near`; the name of its range."""
+        # A compiler launches its own kernels: they are its line's that was compiled, not written.
+        frame = None if passes(near, COMPILER) else model_frame(near, self.files)
+        self.launches.append(
+            Launch(
+                name=name,
+                call=self.call,
+                source=frame_line(frame) if frame else self.call_source,
+                # Past the model's own files, only code that replaces parts of it launches kernels.
+                written=frame is not None and frame.f_code.co_filename not in self.files,
+                storages=storages,
+            )
+        )
+        return f"{LAUNCH}{len(self.launches) - 1}"
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -176,10 +207,12 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     chains = _triton_hooks()
     for chain, hook in zip(chains, (recorder.launch_enter, recorder.launch_exit), strict=False):
         chain.add(hook)
+    observers.append(recorder.launching)
     try:
         with recorder:
             yield recorder
     finally:
+        observers.remove(recorder.launching)
         for chain, hook in zip(chains, (recorder.launch_enter, recorder.launch_exit), strict=False):
             chain.remove(hook)
         for handle in handles:

@@ -109,6 +109,7 @@ class Trace(Record):
     outline: Outline
     title: str = ""
     ceilings: Ceilings | None = None
+    must_read_bytes: int | None = None  # see `compulsory_bytes`; None in older traces
 
     def module(self, kernel: Kernel) -> str:
         """The innermost module that launched the kernel; "" for the model's own forward."""
@@ -131,7 +132,10 @@ class Trace(Record):
     @property
     def compulsory_bytes(self) -> int:
         """Bytes that any implementation of the step must read: of each value that it is given, the
-        most that one kernel reads."""
+        most that one operator or replaced module call reads; in older traces, that one kernel does.
+        It is a floor for other implementations where the step is the reference's."""
+        if self.must_read_bytes is not None:
+            return self.must_read_bytes
         given = set(self.given)
         touched: dict[int, int] = {}
         for kernel in self.kernels:

@@ -8,7 +8,7 @@ ranges around them are real; only the device is made up.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from traces.names import OPERATOR, STEP, index_of
+from traces.names import LAUNCH, OPERATOR, STEP, index_of
 from traces.observed import Operator
 from traces.recorder import Recorder
 
@@ -27,13 +27,16 @@ def eager_events(
     recorder: Recorder,
     kernels: Callable[[Operator], list[Kernel]] = one_kernel,
 ) -> list[Event]:
-    """The events of a recorded step on a GPU; the device runs behind the host."""
+    """The events of a recorded step on a GPU; the device runs behind the host. A direct launch is
+    one kernel of 3 us."""
     events = list(host)
     step = next(e for e in host if e["name"] == STEP)
-    ranges = [e for e in host if e["name"].startswith(OPERATOR) and e["ph"] == "X"]
+    ranges = [e for e in host if e["name"].startswith((OPERATOR, LAUNCH)) and e["ph"] == "X"]
     clock = step["ts"] + 40.0
     for e in sorted(ranges, key=lambda e: e["ts"]):
-        for name, duration in kernels(recorder.operators[index_of(e["name"])]):
+        index, direct = index_of(e["name"]), e["name"].startswith(LAUNCH)
+        own = [(recorder.launches[index].name, 3.0)] if direct else None
+        for name, duration in own or kernels(recorder.operators[index]):
             correlation = len(events)
             launch = e["ts"] + e["dur"] / 2
             clock = max(clock, launch) + GAP_US

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from optimized.launches import observed, observers
 from tests.traces.toy_stack import WIDTH, line_of, tower
 from traces.footprint import Footprints, Spec
 from traces.outline import layers, outline
@@ -40,6 +41,29 @@ def test_a_kernel_launched_by_a_replaced_forward_is_written_and_has_its_line() -
     assert launch.source == f"tests/traces/test_recorder.py:{line}"
     assert not hooks[0].calls
     assert not hooks[1].calls
+
+
+def test_a_launch_that_says_what_it_is_given_is_noted_once() -> None:
+    """On a GPU Triton's hooks are called inside it."""
+    model, inputs = tower(1)
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+
+    def kernel() -> None: ...
+
+    def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with observed(kernel, (a, b, 4)):
+            hooks[0](Metadata())
+            hooks[1](Metadata())
+        return a
+
+    model.storeys[0].meld.forward = forward
+    with torch.no_grad(), recording(model) as recorder:
+        model(*inputs)
+    (launch,) = recorder.launches
+    assert launch.name == "kernel"
+    assert launch.given is not None
+    assert sorted(launch.given.values()) == [4 * WIDTH * 2] * 2
+    assert observers == []
 
 
 def test_a_kernel_that_a_compiler_launches_is_not_written() -> None:
