@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.bench import Step, compare, default_mode, smallest_effect
+from harness.bench import ImpossibleTimeError, Step, compare, default_mode, smallest_effect
 from harness.bench_jobs import Job, last_cache_bytes, record_jobs
+from harness.call_floors import CallFloors
 from harness.cases import REFUSALS
 from harness.ceilings import measure_ceilings
 from harness.errors import UserError
@@ -31,6 +32,7 @@ from optimized.plan import Plan, make_knobs
 
 TORCH = "PyTorch"
 COMPILED = "torch.compile"
+IMPOSSIBLE = "impossible time"
 OTHER_CONTEXT = 8192  # of a decode whose batch no target has
 FAILURES = (*REFUSALS, AssertionError, ImportError, OSError)
 
@@ -116,10 +118,12 @@ class PeerBench:
         self.peers = peers()
         self.absent = {p.name: p.absent(self.device.type) for p in self.peers}
         self.ours = list(self._ours(plan))
+        self.floors = CallFloors(self.device)
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        return measure_ceilings(self.device)
+        self.floors.ceilings = self.floors.ceilings or measure_ceilings(self.device)
+        return self.floors.ceilings
 
     @property
     def spent(self) -> bool:
@@ -207,6 +211,7 @@ class PeerBench:
                     if effect is None:
                         effect = self._effect(step)
                     absent, pair = self._against(step, effect, job, rival, calls)
+                    pair = pair if absent is None else None
                 yield self._row(job, ours, rival.name, pair, calls, absent, note)
 
     def _effect(self, step: Step) -> float:
@@ -217,9 +222,22 @@ class PeerBench:
     ) -> tuple[str | None, Paired | None]:
         """Why there is no comparison, or the comparison: base is the rival, candidate is ours."""
         try:
-            return None, self._compare(step, effect, list(self._bound(job, rival)), calls)
+            pair = self._compare(step, effect, list(self._bound(job, rival)), calls)
         except PeerError as error:
             return str(error), None
+        return self._impossible(job, rival.name, pair, calls), pair
+
+    def _impossible(self, job: Job, rival: str, pair: Paired, calls: int) -> str | None:
+        """Why one of the two times cannot be: it is below what bytes and operations take."""
+        node = self.workload.model.get_submodule(job.names[0])
+        cached = 0 if self.cold_l2 else last_cache_bytes(self.device) // len(job.names)
+        try:
+            for whose, time_us in (("ours", pair.candidate_us), (rival, pair.base_us)):
+                what = f"{whose}, one call of {job.label},"
+                self.floors.require(node, job, what, time_us / calls, cached=cached)
+        except ImpossibleTimeError as error:
+            return f"{IMPOSSIBLE}: {error}"
+        return None
 
     def _compare(self, step: Step, effect: float, theirs: Sequence[Call], calls: int) -> Paired:
         options: Any = {"budget_s": self.pair_s, "cold_l2": self.cold_l2}

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 
+from harness.burst_audit import audit, call_draws
 from harness.cases import storages
 from harness.confine import ROOT, Limits
 from harness.errors import UserError
 from harness.jobs import Pool, Task
 from harness.observe import CandidateError
-from harness.outside import Bursts, audit, call_slots, memoises
+from harness.outside import MOST_RUNS, Bursts, memoises
 from harness.protections import Protection
 from harness.records import Record
 from harness.region import RegionCases
@@ -237,8 +238,8 @@ class Arena:
         """What runs that are timed show: results that are remembered, or not those of a fresh
         process."""
         first = next(c for c in cases.recorded if c.node == cases.names[0] and not c.kwargs)
-        slots, redraw = call_slots(first.args, storages(self.workload.model), self.seed)
-        mine = Bursts(candidate, first.node, slots, redraw)
+        draws = call_draws(first.args, storages(self.workload.model), MOST_RUNS)
+        mine = Bursts(candidate, first.node, draws)
         told = memoises(mine)
         for _ in range(BURSTS):
             mine.slope_us(mine.count())

@@ -47,6 +47,8 @@ from optimized.change import Change, apply_change, limit, share
 from optimized.inductor import PREFIX, inductor_change
 
 FLIPS_SHOWN = 8
+TOY_FLOORS = "none for whole steps of a toy, whose weights may stay in a cache"
+ENFORCED = "no step took less than its bytes and operations need"
 
 
 def verify(a: argparse.Namespace) -> int:
@@ -91,7 +93,9 @@ def verify_and_report(a: argparse.Namespace, seconds: Seconds) -> int:
             latency, audited = timed(workload, candidate)
         except ImpossibleTimeError as error:
             return cli.fail(f"{change.name} ({backend}): {error}", ExitCode.FOUND)
-    return report(a, change.name, backend, verdicts, latency, seconds, audited=audited)
+    return report(
+        a, change.name, backend, verdicts, latency, seconds, audited=audited, toy=workload.toy
+    )
 
 
 def verify_sandboxed(a: argparse.Namespace, workload: Workload, seconds: Seconds) -> int:
@@ -114,6 +118,8 @@ def verify_sandboxed(a: argparse.Namespace, workload: Workload, seconds: Seconds
         judged.latency,
         seconds,
         protections=judged.protections,
+        audited=judged.audit,
+        toy=workload.toy,
     )
 
 
@@ -126,6 +132,8 @@ def report(
     seconds: Seconds,
     protections: Sequence[Protection] = (),
     audited: Audit | None = None,
+    *,
+    toy: bool = False,
 ) -> int:
     passed = all(verdict.passed for verdict in verdicts)
     passed = passed and (audited is None or audited.reason is None)
@@ -137,6 +145,7 @@ def report(
             "verdicts": [verdict.to_json() for verdict in verdicts],
             "latency": None if latency is None else latency.to_json(),
             "audit": None if audited is None else audited.to_json(),
+            "floors": TOY_FLOORS if toy else ENFORCED,
             "seconds": {part: round(value, 3) for part, value in rows(seconds)},
             "protections": [protection.to_json() for protection in protections],
         }
@@ -151,8 +160,11 @@ def report(
             cli.print_table("what that took", ("part", "seconds"), parts)
         if latency is not None:
             print_latency(latency)
+            print(f"floors: {TOY_FLOORS if toy else ENFORCED}")
             if audited is not None:
                 print(f"audit: {audited.reason or 'what was timed is what was judged'}")
+                seeds = ", ".join(f"{c.step}, {c.when}: {c.seed}" for c in audited.calls)
+                print(f"inputs drawn for it, by seed: {seeds}")
         elif a.time:
             print("not timed: only what passed is")
     return ExitCode.DONE if passed else ExitCode.FOUND

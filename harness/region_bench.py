@@ -4,12 +4,14 @@ it faster? Both without the candidate's code in this process."""
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from harness.bench import ImpossibleTimeError
 from harness.bench_jobs import Job
+from harness.burst_audit import call_draws
 from harness.cases import storages
 from harness.errors import UserError
 from harness.judge import judge_region
 from harness.observe import CandidateError
-from harness.outside import Bursts, call_slots, memoises
+from harness.outside import Bursts, memoises
 from harness.records import Paired, Record, Verdict
 from harness.region_time import region_time
 from harness.remote import Candidate
@@ -82,9 +84,8 @@ class RegionBench:
             return None
         try:
             job = self.calls(candidate.change.region)[0]
-            fixed, seed = storages(self.workload.model), self.workload.seed
-            slots, redraw = call_slots(job.calls[0], fixed, seed, COUNTED)
-            return memoises(Bursts(candidate, job.names[0], slots, redraw))
+            draws = call_draws(job.calls[0], storages(self.workload.model), COUNTED)
+            return memoises(Bursts(candidate, job.names[0], draws))
         except ValueError:
             return None  # no step calls it
         except CandidateError as error:
@@ -97,13 +98,19 @@ class RegionBench:
             verdict = broken(f"while timed: {error}", found.verdict.seed)
             return replace(found, verdict=verdict)
         time: Paired | None = None
+        fresh: Candidate | None = None
         try:
-            workload = self.workload
-            time = region_time(self.sandbox, candidate, job, workload.model, workload.seed)
-        except CandidateError as error:
+            fresh = self.sandbox.open(change, found.backend)
+            model = self.workload.model
+            time, audited = region_time(self.sandbox, candidate, fresh, job, model)
+            if audited.reason is not None:
+                candidate.findings.setdefault(f"{audited.when}: {audited.reason}")
+        except (CandidateError, UserError, ImpossibleTimeError) as error:
             candidate.findings.setdefault(f"while timed: {error}")
         finally:
             candidate.close()
+            if fresh is not None:
+                fresh.close()
         verdict = candidate.judged(found.verdict)
         if not verdict.passed:
             return replace(found, verdict=verdict)

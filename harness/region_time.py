@@ -7,9 +7,11 @@ from torch import nn
 
 from harness.bench import default_mode
 from harness.bench_jobs import Job
+from harness.burst_audit import call_draws
+from harness.call_floors import CallFloors
 from harness.cases import storages
-from harness.outside import SLOPE_S, Bursts, call_slots, paired
-from harness.records import Paired
+from harness.outside import SLOPE_S, Bursts, paired
+from harness.records import AuditedCall, Paired
 from harness.remote import Candidate
 from harness.sandbox import Sandbox
 
@@ -32,18 +34,25 @@ class Calls(Bursts):
 
 
 def region_time(
-    sandbox: Sandbox, candidate: Candidate, job: Job, reference: nn.Module, seed: int
-) -> Paired:
-    """Of the first call of `job`, in interleaved pairs, on values not seen before."""
+    sandbox: Sandbox, candidate: Candidate, fresh: Candidate, job: Job, reference: nn.Module
+) -> tuple[Paired, AuditedCall]:
+    """Of the first call of `job`, in interleaved pairs, on values not seen before; one of the
+    candidate's bursts is compared with what `fresh`, a second worker, computes.
+    ImpossibleTimeError for a time below what bytes and operations take, which on a CPU is unknown:
+    its caches stay as they are."""
     mode = default_mode(sandbox.device)
     each = max(1, job.kept // len(job.calls))
     count = 1 if mode == "graph" else max(FEWEST, min(MOST, MOST_BYTES // each))
-    slots, redraw = call_slots(job.calls[0], storages(reference), seed, count)
+    draws = call_draws(job.calls[0], storages(reference), count)
     base = sandbox.open(None)
     try:
         with torch.no_grad():
-            before = Calls(base, job.names[0], slots, redraw, mode)
-            after = Calls(candidate, job.names[0], slots, redraw, mode)
-            return paired(before, after)
+            before, after = (
+                Calls(worker, job.names[0], draws, mode) for worker in (base, candidate)
+            )
+            pair, audited = paired(before, after, fresh, job.label)
+            node, what = reference.get_submodule(job.names[0]), f"one call of {job.label}"
+            CallFloors(sandbox.device).require(node, job, what, pair.candidate_us)
+            return pair, audited
     finally:
         base.close()

@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.bench import ImpossibleTimeError
 from harness.confine import ROOT, Limits
 from harness.domains import judge_with_domain
 from harness.judge import judge_model, self_test
 from harness.observe import CandidateError
 from harness.outside import latency
 from harness.protections import Protection
-from harness.records import Latency, Verdict
+from harness.records import Audit, Latency, Verdict
 from harness.remote import Candidate
 from harness.sandbox import Sandbox
 from harness.spent import spent
@@ -29,6 +30,7 @@ class Judged:
     backend: str | None
     verdicts: tuple[Verdict, ...]
     latency: Latency | None
+    audit: Audit | None  # of what was timed
     protections: tuple[Protection, ...]
 
     @property
@@ -72,10 +74,11 @@ def judge_sandboxed(
                 backend=backend,
                 verdicts=(broken(str(error), seed),),
                 latency=None,
+                audit=None,
                 protections=sandbox.protections,
             )
         assert candidate.change is not None
-        found, times = [], None
+        found, times, audited = [], None, None
         try:
             say(f"{workload.name} {workload.preset}: the judge's self-test")
             self_test(workload.model, workload, seed)
@@ -87,8 +90,10 @@ def judge_sandboxed(
                 say("timing from outside")
                 domain = found[0].domain
                 try:
-                    times = latency(sandbox, candidate, change, backend, workload, targets, domain)
-                except CandidateError as error:
+                    times, audited = latency(
+                        sandbox, candidate, change, backend, workload, targets, domain
+                    )
+                except (CandidateError, ImpossibleTimeError) as error:
                     candidate.findings.setdefault(f"while timed: {error}")
                 found[-1] = candidate.judged(found[-1])
         finally:
@@ -100,6 +105,7 @@ def judge_sandboxed(
             backend=candidate.backend,
             verdicts=tuple(found),
             latency=times if found[-1].passed else None,
+            audit=audited,
             protections=sandbox.protections,
         )
 

@@ -80,6 +80,7 @@ class Worker:
         self.slots: list[tuple[Any, ...]] = []
         self.unpacker: Unpacker | None = None
         self.step: Step | None = None
+        self.like: Any = None  # what the last run returned: shapes alone
         self.node = ""
         self.change: Change | None = None
 
@@ -228,7 +229,7 @@ class Worker:
         self.slots = self.unpacker.load()
         if self.step is not None:
             self.step.close()
-        self.step = None
+        self.step, self.like = None, None
         if mode == "graph":
             self.step = Step(self.model.get_submodule(node), self.slots[0], mode)
         return {}
@@ -240,16 +241,34 @@ class Worker:
         return {}
 
     def do_run(self, _: bytes, __: list[int], *, order: list[int], keep: list[int]) -> Any:
-        """Run the slots in `order`; the results of the runs in `keep` are handed over."""
-        module = self.model.get_submodule(self.node)
+        """Run the slots in `order`; the results of the runs in `keep` are handed over. Where the
+        results go, NaN lies before."""
+        module, result = self.model.get_submodule(self.node), None
         kept, keeping = [], set(keep)
         with torch.no_grad():
+            self._spoil()
             for run, slot in enumerate(order):
                 result = self.step() if self.step is not None else module(*self.slots[slot])
                 if run in keeping:
                     kept.append(_copied(result))
+            self.like = [(t.shape, t.dtype, t.device) for t in _plain(result)]
+        if self.unpacker is not None:
+            self.unpacker.settle()
         self._wait()
         return self._hand_over(kept)
+
+    def _spoil(self) -> None:
+        """NaN in a graph's output, else in memory that a run of the module is likely to get."""
+        if self.step is not None:
+            given = {t.untyped_storage().data_ptr() for t in _plain(self.slots)}
+            given |= {t.untyped_storage().data_ptr() for t in (*self.known, *self.held)}
+            for tensor in _plain(self.step.output):
+                if tensor.untyped_storage().data_ptr() not in given:
+                    _fill(tensor)
+        else:
+            blocks = [torch.empty(s, dtype=d, device=on) for s, d, on in self.like or ()]
+            for block in blocks:
+                _fill(block)
 
     def do_count(self, _: bytes, __: list[int], *, order: list[int]) -> Any:
         """How many operators and kernels each run of a slot in `order` takes."""
@@ -277,6 +296,16 @@ def _declined(module: Any, args: tuple[Any, ...]) -> str | None:
     found = None if module.declines is None else module.declines(*args)
     domain = getattr(module.forward, "guard", None)
     return domain.outside(args) if found is None and domain is not None else found
+
+
+def _plain(result: Any) -> list[Tensor]:
+    from harness.trees import leaves
+
+    return [t for _, t in leaves(result) if type(t) in PLAIN]
+
+
+def _fill(tensor: Tensor) -> None:
+    tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
 
 
 def _copied(result: Any) -> Any:

@@ -19,6 +19,7 @@ from agents.claude.tree import Tree, cut
 from agents.proposers.base import Context
 from agents.sandboxed import Gate
 from agents.session import Session
+from harness.bench import ImpossibleTimeError
 from harness.errors import UserError
 from harness.observe import CandidateError
 from harness.points import rounding_points
@@ -130,14 +131,19 @@ class Desk:
         """The region's first call in the timed step, with the change and without it."""
         path = self.passed(file, "timed")
         sandbox = self.gate().sandbox
-        candidate = sandbox.open(str(path))
+        candidate, fresh = sandbox.open(str(path)), sandbox.open(str(path))
         try:
             assert candidate.change is not None
             job = calls_of(self.session, candidate.change.region)[0]
-            reference, seed = self.session.reference, self.workload.seed
-            times = region_time(sandbox, candidate, job, reference, seed)
+            reference = self.session.reference
+            times, audited = region_time(sandbox, candidate, fresh, job, reference)
+            if audited.reason is not None:
+                candidate.findings.setdefault(audited.reason)
+        except ImpossibleTimeError as error:
+            return f"rejected: {error}"
         finally:
             findings = candidate.close()
+            fresh.close()
         if findings:
             return f"rejected: {'; '.join(findings)}"
         return words.pair(f"{job.label}, {job.shapes}, one call", times)
