@@ -112,7 +112,7 @@ def build_inductor(node: nn.Module, knobs: Any):
     def forward(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         if matvec.is_row(x) and not torch.compiler.is_compiling():
             return products(x, *weights)
-        return node(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
 
     return forward
 
