@@ -32,11 +32,12 @@ def peers(a: argparse.Namespace) -> int:
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     kind = workload.device.type
     here = environment(workload.device)
+    plan = load_plan(a.plan, workload.name, here.device_name)
     progress(f"{workload.name} {workload.preset} on {here.device_name}")
     bench = PeerBench(
         workload,
         deadline=deadline,
-        plan=load_plan(a.plan, workload.name, here.device_name),
+        plan=plan,
         cold_l2=a.cold_l2,
         pair_s=a.seconds,
         against=a.against,

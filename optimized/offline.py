@@ -6,6 +6,7 @@ that the interpreter runs (TRITON_INTERPRET=1) cannot be compiled, so unset it, 
 which starts a process of its own.
 """
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -19,7 +20,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -218,12 +219,34 @@ def report(*, brief: bool = False) -> list[Row]:
     return rows
 
 
-def main(arguments: list[str]) -> int:
+class Parser(argparse.ArgumentParser):
+    """Bad usage is one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def parser() -> Parser:
+    p = Parser(prog="python -m optimized.offline", description="Compile kernels without a GPU.")
+    p.add_argument("names", nargs="*", metavar="NAME", help="files of optimized/; default all")
+    p.add_argument("--brief", action="store_true", help="a kernel's other cases for one target")
+    p.add_argument("--json", action="store_true", help="one JSON object a line")
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    p = parser()
+    a = p.parse_args(arguments)
+    known = [info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    for name in a.names:
+        if name not in known:
+            p.error(f"optimized/ has no file {name}.py; it has: {', '.join(known)}")
+    if INTERPRETED:
+        p.error("TRITON_INTERPRET is set, so kernels cannot be compiled: unset it")
     failed = False
-    names = [word for word in arguments if not word.startswith("-")]
-    for row in compile_all(names, brief="--brief" in arguments):
+    for row in compile_all(a.names, brief=a.brief):
         failed |= row.error is not None
-        if "--json" in arguments:
+        if a.json:
             print(json.dumps(asdict(row)), flush=True)
             continue
         values = " ".join(f"{name}={value}" for name, value in row.constexprs.items())
@@ -237,7 +260,7 @@ def main(arguments: list[str]) -> int:
                 f"{used.shared_bytes:6} B shared  {values}",
                 flush=True,
             )
-    return int(failed and "--json" not in arguments)
+    return int(failed and not a.json)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import cli
+from harness.arguments import require_file
 from harness.certificate import ROOT
 from harness.errors import ExitCode, SelfTestError, UserError
 from reports.files import write_text
@@ -59,6 +60,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    require_file(a.out, "--out")
     print(execute(a.name, dict(a.parameters), a.out))
     return ExitCode.DONE
 
