@@ -7,6 +7,7 @@ from dataclasses import replace
 from agents.proposers.base import UNKNOWN, Beforehand, Suggestion, Tried
 from agents.sandboxed import Gate
 from agents.session import Session
+from harness import seeds
 
 
 class Ahead:
@@ -41,10 +42,10 @@ class Ahead:
         session = self.session
         session.budget.require()
         session.progress.stage(f"{len(suggestions)} change(s): region verdicts on workers")
-        first = session.workload.seed + len(session.history.attempts)
+        backends = [s.proposal.backend for s in suggestions]
         asked = [
-            (s.proposal.change, None if s.proposal.backend == UNKNOWN else s.proposal.backend, seed)
-            for seed, s in enumerate(suggestions, start=first)
+            (s.proposal.change, None if backend == UNKNOWN else backend, seeds.draw())
+            for s, backend in zip(suggestions, backends, strict=True)
         ]
         found = self.gate().verdicts(asked, session.progress.part)
         for suggestion, (verdict, seconds) in zip(suggestions, found, strict=True):

@@ -7,7 +7,7 @@ import torch
 
 from agents.certificates import compile_kept
 from agents.session import LAYERS_PER_KIND, Session
-from harness import judge
+from harness import judge, seeds
 from harness.errors import UserError
 from harness.workload import TARGETS
 
@@ -48,7 +48,7 @@ def judge_result(session: Session) -> None:
         session.reference,
         session.current,
         session.workload,
-        session.workload.seed,
+        seeds.draw(),
         per_kind=None if plenty else LAYERS_PER_KIND,
         full=True,
     )

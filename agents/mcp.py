@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--preset", default="auto", help="a size of the model; auto picks by the device")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    p.add_argument("--seed", type=seed, default=0, help="seed of weights, inputs and cases")
+    p.add_argument("--seed", type=seed, default=0, help="seed of weights and step inputs")
     p.add_argument("--plan", metavar="FILE|RUN|auto|none", help="changes to begin with")
     p.add_argument("--max-changes", type=count, help="end after so many submissions")
     p.add_argument(

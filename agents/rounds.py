@@ -1,6 +1,5 @@
 """A round's candidates: judged and timed at region level in the sandbox, and put in order."""
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +14,7 @@ from agents.workspace import Refused
 from harness.records import Attempt, Status
 from harness.region_bench import Found
 from harness.sandboxed import broken
+from harness.seeds import draw
 
 Submitted = Sequence[tuple[str, str]]  # change files with their hypotheses
 
@@ -54,8 +54,7 @@ class Rounds:
         """Each at region level, once."""
         known = search.evaluated(self.ledger)
         left = [one for one in submitted if one[0] not in known]
-        seeds = range(self.session.workload.seed + len(known), sys.maxsize)
-        asked = [Asked(*one, seed) for one, seed in zip(left, seeds, strict=False)]
+        asked = [Asked(*one, draw()) for one in left]
         judge = self.here if self.session.executor is None else self.elsewhere
         for found in judge(asked):
             self.ledger.append(search.EVALUATED, found)

@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run no change here before a sandboxed verdict; refuse if a protection is missing",
     )
-    p.add_argument("--seed", type=seed, default=0, help="seed of weights, inputs and cases")
+    p.add_argument("--seed", type=seed, default=0, help="seed of weights and step inputs")
     add_options(p)
     options.add(p)
     search.add(p)

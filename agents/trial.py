@@ -11,7 +11,7 @@ from agents.proposers.base import UNKNOWN, Suggestion
 from agents.sandboxed import Gate
 from agents.session import Session
 from agents.tuner import tune
-from harness import judge
+from harness import judge, memcheck, seeds
 from harness.domains import judge_with_domain
 from harness.records import Attempt, Audit, Latency, Status, Verdict
 from harness.spent import Seconds, spent
@@ -72,14 +72,13 @@ class Trial:
         apply_change(outcome.model, change, backend, make_knobs(change, enabled))
         if places(outcome.model) != where:
             session.rebase()  # packing moved weights that a captured graph still points to
-        seed = self.seed()
         outcome.region_verdict = judge_with_domain(
             session.reference,
             outcome.model,
             change,
             backend,
             workload,
-            seed,
+            seeds.draw(),
             targets=session.judged_targets,
         )
         if not outcome.region_verdict.passed:
@@ -95,13 +94,19 @@ class Trial:
                 session.reference,
                 outcome.model,
                 workload,
-                seed,
+                seeds.draw(),
                 per_kind=session.layers_per_kind,
             )
-
-    def seed(self) -> int:
-        """Of the attempt that is due: no two are judged on the same values."""
-        return self.session.workload.seed + len(self.history.attempts)
+            if outcome.model_verdict.passed:  # else it is not kept
+                self.progress.part("compute-sanitizer")
+                outcome.model_verdict = memcheck.check(
+                    workload,
+                    suggestion.proposal.change,
+                    change.region,
+                    backend,
+                    outcome.model_verdict.seed,
+                    outcome.knobs,
+                ).joined(outcome.model_verdict)
 
     def passes_the_gate(self, suggestion: Suggestion, outcome: Outcome, *, gated: bool) -> bool:
         """Whether the change may run in this process."""
@@ -112,7 +117,7 @@ class Trial:
             backend = suggestion.proposal.backend
             asked = None if backend == UNKNOWN else backend
             with spent("sandbox"):
-                verdict = self.gate().verdict(suggestion.proposal.change, asked, self.seed())
+                verdict = self.gate().verdict(suggestion.proposal.change, asked, seeds.draw())
         else:
             return True
         if verdict.passed and outcome.refused is None:

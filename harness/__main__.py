@@ -32,19 +32,32 @@ def parser() -> argparse.ArgumentParser:
     p = cli.Parser(prog="python -m harness", description="The judge and the benches by hand.")
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, help_: str, *, model: bool = True) -> argparse.ArgumentParser:
+    def add(
+        name: str,
+        help_: str,
+        *,
+        model: bool = True,
+        seeded: tuple[int | None, str] = (0, "seed of weights and inputs"),
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help_, description=help_)
         if model:
             command.add_argument("--model", default="beam", help="a known model, or a model file")
             command.add_argument("--preset", default="auto", help="a size of the model")
-            command.add_argument("--seed", type=seed, default=0, help="seed of weights and inputs")
+            command.add_argument("--seed", type=seed, default=seeded[0], help=seeded[1])
         command.add_argument("--device", default="auto", help="auto, cpu or cuda")
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
         return command
 
-    verify = add("verify", "the verdict on one change: does it round as its contract says?")
+    verify = add(
+        "verify",
+        "the verdict on one change: does it round as its contract says?",
+        seeded=(None, "the verdict's, to have one again; by default drawn, and printed"),
+    )
     verify.add_argument(
         "change", metavar="CHANGE|FILE", help="a change's name, inductor:REGION, or a change file"
+    )
+    verify.add_argument(
+        "--weights-seed", type=seed, default=0, help="seed of weights and timed inputs"
     )
     verify.add_argument("--backend", help="which implementation; default the device's first")
     verify.add_argument("--time", action="store_true", help="time the model with and without it")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from harness import verdicts
+from harness import seeds, verdicts
 from harness.cases import record, storages
 from harness.certificate import STANDS_ON, Applied
 from harness.certify import enabled_of
@@ -40,7 +40,8 @@ class Stacked:
     model: str
     preset: str
     device: str
-    seed: int
+    seed: int  # of the weights
+    verdict_seed: int  # of the whole model's verdict, if the run came to it
     changes: tuple[Enabled, ...]
 
 
@@ -72,11 +73,13 @@ def read_run(ledger: Ledger) -> Stacked:
         )
         for a in kept
     )
+    judged = ledger.all("model_verdict", Verdict)
     return Stacked(
         model=header["model"],
         preset=header["preset"],
         device=header["device"],
         seed=header["seed"],
+        verdict_seed=judged[-1].seed if judged else seeds.draw(),
         changes=(
             *(enabled_of(Applied.from_json(line)) for line in header.get(STANDS_ON, [])),
             *changes,

@@ -20,7 +20,7 @@ def run_bisect(a: argparse.Namespace) -> int:
     workload = Workload.load(run.model, run.preset, device, run.seed)
     if workload.device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a change's file is imported
-    found = bisect(workload, run.changes, run.seed, progress)
+    found = bisect(workload, run.changes, run.verdict_seed, progress)
     if a.json:
         print(json.dumps({"found": None if found is None else found.to_json()}, indent=2))
     elif found is None:

@@ -3,11 +3,13 @@
 import argparse
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from harness import memcheck
 from harness.bench import Step, compare, default_mode, smallest_effect
 from harness.certificate import Certificate, changed_hashes, differences, taken_in
 from harness.certify import Judged, enabled_of, hashes_of, judge_change, promise
@@ -15,7 +17,7 @@ from harness.command_bench import interval, progress
 from harness.environment import environment
 from harness.errors import ExitCode
 from harness.policy import Policy
-from harness.records import Latency, Paired
+from harness.records import Latency, Paired, Verdict
 from harness.workload import Workload
 
 # Bits may differ where one of these does; then only the outcome is compared.
@@ -88,7 +90,7 @@ def compared(
         "model verdict": (there.model_verdict, judged.model_verdict),
     }
     for name, (old, new) in pairs.items():
-        a, b = (None if v is None else json.loads(json.dumps(v.to_json())) for v in (old, new))
+        a, b = (None if v is None else _plain(v) for v in (old, new))
         if not exact:
             a, b = ({"passed": v["passed"]} if v is not None else None for v in (a, b))
         if a is None or b is None:
@@ -100,6 +102,12 @@ def compared(
         texts = changed_hashes(there.hashes, again)
         found["generated source"] = [t for t in texts if t.startswith("kernel: generated")]
     return found
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    """As JSON, without what another program said when the change was kept."""
+    notes = tuple(n for n in verdict.notes if not n.startswith(memcheck.PROGRAM))
+    return json.loads(json.dumps(replace(verdict, notes=notes).to_json()))
 
 
 def timed(workload: Workload, judged: Judged, names: dict[str, str], seconds: float) -> Latency:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from harness import cli, worker
+from harness import cli, memcheck, seeds, worker
 from harness.audit import AMONG, Auditor, audit, drawn
 from harness.bench import (
     ImpossibleTimeError,
@@ -59,7 +59,8 @@ def verify(a: argparse.Namespace) -> int:
 def verify_and_report(a: argparse.Namespace, seconds: Seconds) -> int:
     if a.change.endswith(".py") and Path(a.change).is_file():
         require_change(Path(a.change))
-    workload = Workload.load(a.model, a.preset, a.device, a.seed)
+    a.seed = seeds.draw() if a.seed is None else a.seed
+    workload = Workload.load(a.model, a.preset, a.device, a.weights_seed)
     workload.policy = Policy.allowing(allowed(a))
     if a.backend == "triton" and workload.device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the change's file is imported
@@ -86,6 +87,10 @@ def verify_and_report(a: argparse.Namespace, seconds: Seconds) -> int:
         progress("judging the model, layer by layer")
         full = a.model_level == "full"
         verdicts.append(judge_model(workload.model, candidate, workload, a.seed, full=full))
+        if verdicts[-1].passed and memcheck.applies(workload.device):
+            progress("checking its kernels for memory errors and races")
+            checked = memcheck.check(workload, a.change, change.region, backend, a.seed)
+            verdicts[-1] = checked.joined(verdicts[-1])
     passed = all(verdict.passed for verdict in verdicts)
     latency, audited = None, None
     if a.time and passed:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import memcheck
 from harness.bench import ImpossibleTimeError
 from harness.confine import ROOT, Limits
 from harness.domains import judge_with_domain
@@ -18,6 +19,7 @@ from harness.spent import spent
 from harness.workload import Workload
 
 STARTS = "the candidate's process"
+OUTSIDE = f"{memcheck.PROGRAM}: not run, it would take the change's code out of the sandbox"
 
 Say = Callable[[str], None]
 
@@ -133,6 +135,8 @@ def _verdicts(
             candidate.findings.setdefault(f"while limited to its domain: {error}")
             return [candidate.judged(found[0])]
         whole = judge_model(model, candidate.model, workload, seed, full=full)
+        if memcheck.applies(workload.device):
+            whole = memcheck.Checked(notes=(OUTSIDE,)).joined(whole)
         found.append(candidate.judged(whole))
     return found
 

@@ -19,6 +19,7 @@ from agents.claude.tree import Tree, cut
 from agents.proposers.base import Context
 from agents.sandboxed import Gate
 from agents.session import Session
+from harness import seeds
 from harness.bench import ImpossibleTimeError
 from harness.errors import UserError
 from harness.observe import CandidateError
@@ -115,7 +116,7 @@ class Desk:
     def verify(self, file: str) -> str:
         path = self.ideas.path(file)
         self.refuse_repeated(path)
-        verdict = self.gate().verdict(str(path), None, self.workload.seed)
+        verdict = self.gate().verdict(str(path), None, seeds.draw())
         text = words.verdict(verdict)
         self.ideas.note(path, verdict.passed, text)
         return text

@@ -1,8 +1,11 @@
 """Change files of a run with workers: proposed together, judged at once, each verdict used once."""
 
 import contextlib
+import itertools
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from agents.ahead import Ahead
 from agents.budget import Budget
@@ -22,7 +25,11 @@ from tests.harness.evaluated import START
 FILES = [str(HARNESS / "cheats" / f"{name}.py") for name in ("exits", "slows_reference", "spies")]
 
 
-def test_what_waits_is_judged_as_many_at_once_as_there_are_workers(tmp_path: Path) -> None:
+def test_what_waits_is_judged_as_many_at_once_as_there_are_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = itertools.count(40)
+    monkeypatch.setattr("agents.ahead.seeds.draw", lambda: next(drawn))
     workload = Workload.load(str(HARNESS / "toy_model.py"), "toy", "cpu")
     ledger = Ledger.create(tmp_path / "run")
     ledger.append("run", RUN)
@@ -51,5 +58,5 @@ def test_what_waits_is_judged_as_many_at_once_as_there_are_workers(tmp_path: Pat
     assert first.beforehand is not None and second.beforehand is not None
     assert first.beforehand.verdict.reason == "ended with exit status 0 before it answered"
     assert second.beforehand.verdict.reason == "replaces AddNorm.forward"
-    assert [first.beforehand.verdict.seed, second.beforehand.verdict.seed] == [0, 1]
+    assert [first.beforehand.verdict.seed, second.beforehand.verdict.seed] == [40, 41]
     assert third.beforehand is None

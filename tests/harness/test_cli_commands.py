@@ -66,6 +66,18 @@ def test_an_elided_rounding_is_named_and_gives_1(change_file, capsys):
     assert out.endswith("not timed: only what passed is\n")
 
 
+def test_a_verdict_s_seed_is_drawn_told_and_gives_it_again(change_file, capsys):
+    words = ["verify", change_file(ELIDED), "--model", TOY, "--json"]
+    found = []
+    for again in (False, False, True):
+        more = ["--seed", str(found[1]["seed"])] if again else []
+        assert main([*words, *more]) == 1
+        (verdict,) = json.loads(capsys.readouterr().out)["verdicts"]
+        found.append(verdict)
+    assert found[0]["seed"] != found[1]["seed"] > 0
+    assert found[1] == found[2] and found[0]["outputs"] != found[1]["outputs"]
+
+
 def test_rounding_points_are_listed_with_their_lines(capsys):
     assert main(["rounding-points", "--model", TOY]) == 0
     out = capsys.readouterr().out

@@ -1,0 +1,192 @@
+"""Memory errors and races of a candidate's kernels, by NVIDIA's compute-sanitizer where installed.
+
+The smallest recorded calls of the region are run once more in a process of their own, under
+memcheck and then under racecheck, with the module that holds the region's node and no other
+weights. What the tools find is a refusal, unless the reference shows the same there. Where a tool
+is absent or cannot run, the verdict's notes say so.
+"""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from harness.cases import Case, record
+from harness.confine import ROOT
+from harness.process import scrubbed
+from harness.records import Verdict
+from harness.spent import spent
+from harness.steps import steps
+from harness.trees import leaves
+from harness.workload import Workload, free_bytes
+from optimized.change import KnobValue, nodes
+
+PROGRAM = "compute-sanitizer"  # also how each of its notes begins
+TOOLS = "memcheck", "racecheck"
+LIMIT_S = 120.0  # of one tool
+CALLS = 2  # the smallest of a prefill and a decode of the judge's steps
+SHARE = 4  # what is handed over may take a quarter of the free memory
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .*\((\d+) error)")
+MARK = re.compile(r"^=+ ?")
+HEADINGS = "COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY"
+
+Knobs = Mapping[str, Mapping[str, KnobValue]]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """`reason` is what the tools found, if anything."""
+
+    reason: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def joined(self, verdict: Verdict) -> Verdict:
+        """The verdict with this; refused by it if it had passed."""
+        notes = verdict.notes + self.notes
+        if self.reason is None or not verdict.passed:
+            return replace(verdict, notes=notes)
+        return replace(verdict, passed=False, reason=self.reason, notes=notes)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One tool's run: how many errors, None if it came to no summary, and its first lines."""
+
+    errors: int | None
+    said: str
+
+
+def applies(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@spent("compute-sanitizer")
+def check(
+    workload: Workload,
+    change: str,
+    region: str,
+    backend: str,
+    seed: int,
+    knobs: Knobs | None = None,
+    *,
+    limit_s: float = LIMIT_S,
+) -> Checked:
+    """Check `change`, by name or file, on calls drawn from `seed`; nothing on a CPU.
+
+    The candidate's code runs in a process of its own with a scrubbed environment, but in no
+    sandbox: only for code that may run in this process, too.
+    """
+    if not applies(workload.device):
+        return Checked()
+    program = shutil.which(PROGRAM)
+    if program is None:
+        return Checked(notes=(f"{PROGRAM} is not installed: no check for memory errors and races",))
+    with tempfile.TemporaryDirectory(prefix="memcheck-") as folder:
+        told = hand_over(workload, region, seed, Path(folder) / "calls.pt")
+        if told is not None:
+            return Checked(notes=(f"{PROGRAM}: not run, {told}",))
+        options = {
+            "change": _absolute(change),
+            "backend": backend,
+            "region": region,
+            "knobs": {shape: dict(values) for shape, values in (knobs or {}).items()},
+            "model": _absolute(workload.name),
+        }
+        torch.save(options, Path(folder) / "options.pt")
+        notes = []
+        for tool in TOOLS:
+            ran = run_tool(program, tool, Path(folder), limit_s)
+            if ran.errors is None:
+                notes.append(f"{PROGRAM} {tool}: not done: {ran.said}")
+            elif ran.errors and run_tool(program, tool, Path(folder), limit_s, plain=True).errors:
+                notes.append(f"{PROGRAM} {tool}: errors, but the reference has them, too")
+            elif ran.errors:
+                reason = f"{PROGRAM} {tool}: {ran.errors} error(s): {ran.said}"
+                return Checked(reason, tuple(notes))
+            else:
+                notes.append(f"{PROGRAM} {tool}: no error in {CALLS} calls of {region}")
+        return Checked(notes=tuple(notes))
+
+
+def hand_over(workload: Workload, region: str, seed: int, path: Path) -> str | None:
+    """Write the module around the region's first node and its smallest calls to `path`; or why
+    not."""
+    reference = workload.model
+    name = nodes(reference, region)[0]
+    limit = free_bytes(torch.device("cpu")) // SHARE
+    small = itertools.islice(steps(workload, seed, sizes=False), 2)
+    calls, _ = record(reference, [name], small, limit)
+    if not calls:
+        return f"no step calls {name}"
+    parent, _, attribute = name.rpartition(".")
+    holder = reference.get_submodule(parent)
+    if not parent or isinstance(holder, nn.ModuleList):  # which is the whole model
+        holder = _holding(holder, attribute)
+    size = sum(t.nbytes for t in (*holder.parameters(), *holder.buffers()))
+    if size > limit:
+        return f"the module around {name} takes {size >> 30} GiB"
+    chosen = sorted(calls, key=_bytes)[:CALLS]
+    torch.save((holder, attribute, [(c.args, c.kwargs) for c in chosen]), path)
+    return None
+
+
+def run_tool(program: str, tool: str, folder: Path, limit_s: float, *, plain: bool = False) -> Ran:
+    """Run the calls under one tool, with the change or, `plain`, without it."""
+    child = [sys.executable, "-m", "harness.memchecked", str(folder), *["plain"] * plain]
+    command = [program, "--tool", tool, "--print-limit", "10", *child]
+    environment = scrubbed(str(folder)) | {
+        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))).rstrip(":")
+    }
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        cwd=folder,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return Ran(None, f"it took longer than {limit_s:.0f} s")
+    return read(output.splitlines())
+
+
+def read(lines: Sequence[str]) -> Ran:
+    """What a tool's output says."""
+    found = [m for line in lines if (m := SUMMARY.search(line))]
+    if not found:
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return Ran(None, MARK.sub("", last))
+    errors = sum(int(m.group(1) or m.group(2)) for m in found)
+    told = (MARK.sub("", line).strip() for line in lines if line.startswith("==="))
+    words = [text for text in told if text and not text.startswith(HEADINGS)]
+    return Ran(errors, "; ".join(words[:3]))
+
+
+def _absolute(name: str) -> str:
+    return str(Path(name).resolve()) if name.endswith(".py") else name
+
+
+def _holding(model: nn.Module, attribute: str) -> nn.Module:
+    holder = nn.Module()
+    setattr(holder, attribute, model.get_submodule(attribute))
+    return holder
+
+
+def _bytes(case: Case) -> int:
+    return sum(t.nbytes for _, t in leaves((case.args, case.kwargs)))
