@@ -31,6 +31,8 @@ def require_change(path: Path) -> None:
 def _names(node: ast.AST) -> bool:
     """Whether the node may define CHANGE, by assignment, import, or in a way of its own."""
     match node:
-        case ast.Name(id=name) | ast.alias(name=name) | ast.Constant(value=name):
-            return name == NAME or (isinstance(node, ast.alias) and NAME in (node.asname, "*"))
+        case ast.alias(name=name, asname=other):
+            return name == "*" or NAME in (name, other)
+        case ast.Name(id=name) | ast.Constant(value=name):
+            return name == NAME
     return False

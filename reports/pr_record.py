@@ -15,6 +15,7 @@ GROUND = "ground"
 COMPILED = "compiled"
 COMMITTED = "committed"
 TIMEOUT_S = 120
+NO_KERNEL = "its files define no kernel that can be compiled without a GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,10 @@ class Committed(Record):
 def compiled(index: int, modules: Iterable[str], root: Path = ROOT) -> Compiled:
     """Compile the kernels of these files of optimized/, in the checkout at `root`, in a process of
     its own."""
-    command = [sys.executable, "-m", "optimized.offline", "--json", *sorted(modules)]
+    names = sorted(name for name in modules if (root / "optimized" / f"{name}.py").is_file())
+    if not names:
+        return Compiled(index=index, kernels=(), absent=NO_KERNEL)
+    command = [sys.executable, "-m", "optimized.offline", "--json", *names]
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     try:
         done = subprocess.run(
@@ -79,8 +83,7 @@ def compiled(index: int, modules: Iterable[str], root: Path = ROOT) -> Compiled:
         last = (done.stderr.strip().splitlines() or ["no words"])[-1]
         return Compiled(index=index, kernels=(), absent=f"could not be compiled here: {last}")
     kernels = tuple(_kernel(line) for line in done.stdout.splitlines())
-    absent = None if kernels else "its files define no kernel that can be compiled without a GPU"
-    return Compiled(index=index, kernels=kernels, absent=absent)
+    return Compiled(index=index, kernels=kernels, absent=None if kernels else NO_KERNEL)
 
 
 def _kernel(line: str) -> Kernel:

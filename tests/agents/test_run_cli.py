@@ -27,6 +27,10 @@ def run(*arguments: str, cwd: Path, preexec=None, **environment: str):
     )
 
 
+# A model whose forward always fails.
+CALLED = str(Path(__file__).with_name("uncallable_model.py"))
+
+
 def older_run(tmp_path: Path) -> str:
     ledger = Ledger.create(tmp_path / "old")
     ledger.append("run", {"schema": 0, "target": "decode-bs1"})
@@ -40,15 +44,16 @@ BAD = {
     "unknown-preset": (("--preset", "huge"), "has no preset 'huge'; choose one of"),
     "unknown-device": (("--device", "tpu"), "unknown device 'tpu'; choose auto, cpu or cuda"),
     "unknown-proposer": (("--proposer", "oracle"), "unknown proposer 'oracle'; choose one of auto"),
-    "no-time": (("--budget-minutes", "0"), "--budget-minutes is 0; give a number above 0"),
-    "no-changes": (("--max-changes", "0"), "--max-changes is 0; give at least 1"),
-    "no-patience": (("--stall-minutes", "0"), "--stall-minutes is 0; give a number above 0"),
+    "no-time": (("--budget-minutes", "0"), "'0' is not a finite number above 0"),
+    "no-changes": (("--max-changes", "0"), "'0' is not a whole number of at least 1"),
+    "no-patience": (("--stall-minutes", "0"), "'0' is not a finite number above 0"),
     "change-missing": (("--change", "nowhere.py"), "no change file at nowhere.py; give the path"),
     "change-no-python": (("--change", __file__ + "c"), "give the path of a .py file"),
     "changes-of-one-name": (("--change", TOY, "--change", TOY), "two change files are called toy_"),
     "not-a-run": (("--resume", "."), "is not a run: it has no ledger.jsonl"),
     "two-directories": (("--resume", ".", "--run-dir", "x"), "leave --run-dir out"),
     "does-not-fit": (("--preset", "full", "--device", "cpu"), "GiB for its weights and"),
+    "cannot-be-called": (("--model", CALLED), "forward of 2 x 4 token(s) raised RuntimeError"),
 }
 
 

@@ -96,9 +96,12 @@ def test_baselines_of_any_model(capsys, monkeypatch):
     assert found["environment"]["device"] == "cpu"
 
 
-def test_the_table_of_baselines_says_what_was_timed(capsys, monkeypatch):
+def test_the_table_of_baselines_says_what_was_timed(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert main(["bench", "--model", TOY, "--minutes", "0.1"]) == 0
+    out = tmp_path / "made" / "here"
+    assert main(["bench", "--model", TOY, "--minutes", "0.1", "--out", str(out)]) == 0
+    found = json.loads((out / "bench.json").read_text())
+    assert [b["name"] for b in found["baselines"]] == ["eager", "graph", "compile"]
     lines = capsys.readouterr().out.splitlines()
     assert "decode 1 x 1 token(s), context 250" in lines[1]
     assert lines[2].startswith("eager") and " us [" in lines[2]
@@ -131,6 +134,13 @@ BAD = [
     (["bench", "--target", "nope"], "unknown target 'nope'; choose one of decode-bs1, "),
     (["aa", "--preset", "nope"], "model beam has no preset 'nope'; choose one of "),
     (["ceilings", "--device", "tpu"], "unknown device 'tpu'; choose auto, cpu or cuda"),
+    (["bench", "--out", TOY], "--out .*: File exists; name a folder to write into"),
+    (["bench", "--peers", "--out", "/proc/x"], "--out /proc/x: .*; name a folder to write into"),
+    (["bench", "--curve", "batch", "--out", "/proc/x"], "--out /proc/x: .*; name a folder to wri"),
+    (["mutants", "--out", "/proc/x"], "--out /proc/x: .*; name a folder to write into"),
+    (["bench", "--peers", "--against", "nope"], "no peer's name begins with 'nope'; known: PyTor"),
+    (["bench", "--rows", "1"], "--rows is for --peers; give that, or leave it out"),
+    (["bench", "--peers", "--beyond-domain"], "--beyond-domain is for --curve; give that, or le"),
 ]
 
 
@@ -159,6 +169,8 @@ USAGE = [
         ["aa", "--comparisons", "x"],
         "error: argument --comparisons: 'x' is not a whole number of at least 1; see ",
     ),
+    (["verify", "x", "--seed", "99999999999999999999"], "error: argument --seed: '999999999999999"),
+    (["mutants", "--budget-minutes", "inf"], "error: argument --budget-minutes: 'inf' is not a f"),
 ]
 
 

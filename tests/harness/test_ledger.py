@@ -100,12 +100,59 @@ def test_an_empty_ledger(ledger):
         Ledger.open(ledger.directory)
 
 
-@pytest.mark.parametrize("line", ["not json", "[1]", '{"kind": "run"}'], ids=str)
+BROKEN = [
+    b"not json",
+    b"[1]",
+    b'{"kind": "run"}',
+    b'{"kind": "run", "time_s": 0, "data": [1]}',
+    b'{"kind": "\xff"}',
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("line", BROKEN, ids=lambda line: repr(line[:40]))
 def test_a_broken_line_in_the_middle_is_named(ledger, line):
-    with ledger.path.open("a") as file:
-        file.write(line + "\n")
+    with ledger.path.open("ab") as file:
+        file.write(line + b"\n")
     with pytest.raises(UserError, match="ledger.jsonl:2 is not a ledger line"):
         list(ledger.events())
+
+
+def test_a_binary_file_is_no_ledger(ledger):
+    ledger.path.write_bytes(bytes(range(256)))
+    with pytest.raises(UserError, match="ledger.jsonl:1 is not a ledger line"):
+        Ledger.open(ledger.directory)
+
+
+@pytest.mark.parametrize("data", [{}, {"median_us": 1}, {"nope": 1}, {"interval_us": 3}], ids=str)
+def test_an_event_that_is_no_record_is_named(ledger, data):
+    ledger.append("measured", TIMING)
+    ledger.append("measured", data)
+    with pytest.raises(UserError, match="ledger.jsonl:3 is not a valid 'measured' event") as caught:
+        ledger.all("measured", Timing)
+    assert str(caught.value).endswith("; restore the file, or start a new run")
+
+
+WHOLE = RUN | {"model": "beam", "preset": "mini", "device": "cpu", "proposer": "auto", "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"target": None}, "its target is None"),
+        ({"seed": "0"}, "its seed is '0'"),
+        ({"options": [1]}, r"its options are \[1\]"),
+    ],
+    ids=str,
+)
+def test_a_first_event_that_lacks_something_is_named(tmp_path, more, says):
+    ledger = Ledger.create(tmp_path)
+    ledger.append("run", WHOLE)
+    assert ledger.header() == WHOLE
+    ledger.path.write_text("")
+    ledger.append("run", WHOLE | more)
+    with pytest.raises(UserError, match=f"ledger.jsonl:1 is not a valid 'run' event \\({says}\\)"):
+        ledger.header()
 
 
 def test_a_run_is_not_overwritten(ledger):

@@ -130,6 +130,7 @@ def test_outside_the_guard_the_reference_runs_and_says_so_once(caplog):
         for _ in range(3):
             assert torch.equal(model.first(inside), torch.full((4,), 102.0))
             assert torch.equal(model.first(outside), torch.full((2, 4), 2.0))
+            assert torch.equal(model.layers[0](outside), torch.full((2, 4), 3.0))  # the same change
     messages = [record.getMessage() for record in caplog.records]
     assert messages == ["offset: the reference runs instead: x has 2 dimensions"]
 

@@ -120,3 +120,14 @@ def test_bad_requests_are_refused():
     if INTERPRETED:
         with pytest.raises(ValueError, match="TRITON_INTERPRET"):
             offline.resources(None, {}, {}, "sm_90")
+
+
+def test_words_that_cannot_be_used_are_one_line(capsys):
+    for words, says in (
+        (["nope"], "error: optimized/ has no file nope.py; it has: attention_step, "),
+        (["--nope"], "error: unrecognized arguments: --nope; see python -m optimized.offline"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            offline.main(words)
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and error.startswith(says) and error.count("\n") == 1
