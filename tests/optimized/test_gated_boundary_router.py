@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from harness import region
 from harness.added import to_tf32
 from harness.judge import judge_region
 from harness.policy import Policy
 from harness.workload import Workload
 from optimized import gated_boundary_router, gated_boundary_router_tf32
-from optimized.change import Contract, Implementation, apply_change, share
+from optimized.change import Implementation, apply_change, share
 from optimized.gated_boundary_router import GatedRouterKnobs, cross_and_route, experts_of, leave
 from optimized.gated_boundary_router_tf32 import MatmulKnobs, cross_then_route
-from optimized.router_topk import choose
 from reference import models
 from reference.muse_spark import Layer
 from tests.optimized.kernel_checks import DEVICE, all_knobs, bf16, needs_kernels, refusal
@@ -25,7 +25,7 @@ from tests.reference.noise import assert_within
 pytestmark = needs_kernels
 PLAIN, TF32 = gated_boundary_router.CHANGE, gated_boundary_router_tf32.CHANGE
 ALLOWED = Policy(
-    permutations=16, allow_elided=True, allow_added=frozenset(("matmul_operands_tf32",))
+    permutations=2, allow_elided=True, allow_added=frozenset(("matmul_operands_tf32",))
 )
 
 
@@ -136,29 +136,6 @@ def rounding_router(node, knobs):
     return forward
 
 
-def unrounded_everywhere(node, knobs):
-    """The TF32 router, and experts that read the norm's FP32 values, too."""
-
-    def forward(h, x, step, cache, next_norm):
-        y = node.self_attn(x, step, cache)
-        h, x, logits = expected(node, y, h, tf32=True)
-        wide = h.float()
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + node.attn_boundary.eps)
-        wide = wide * inverse * (1 + node.pre_feedforward_layernorm.weight).float()
-        mlp = node.mlp
-        pooled = F.linear(wide.flatten(0, 1), mlp.pre_expert_proj.weight.float()).to(x.dtype)
-        weights, experts = choose(mlp.gate, logits[None])
-        norm = 1 + mlp.pre_expert_norm.weight
-        z = pooled.float() * torch.rsqrt(
-            pooled.float().square().mean(-1, keepdim=True) + mlp.pool.eps
-        )
-        z = (z * norm.float()).to(x.dtype)
-        y = mlp.post_expert_proj(mlp.experts(z, weights, experts)).view_as(x)
-        return leave(node, y, h, next_norm)
-
-    return forward
-
-
 def verdict(change, policy, build=None):
     work = one_layer()
     if build is not None:
@@ -175,11 +152,11 @@ def observed(found):
 
 @pytest.mark.slow
 def test_the_judge_accepts_each_under_its_own_contract():
-    plain = verdict(PLAIN, Policy(permutations=16))
+    plain = verdict(PLAIN, Policy(permutations=2))
     assert plain.passed, plain.reason
     x = gated_boundary_router_tf32.X_IN_ROUTER.removesuffix(" in mlp.gate")
     assert observed(plain)[x] == "kept"
-    refused = verdict(TF32, Policy(permutations=16))
+    refused = verdict(TF32, Policy(permutations=2))
     assert refused.reason is not None and "allows no elided rounding" in refused.reason
     tf32 = verdict(TF32, ALLOWED)
     assert tf32.passed, tf32.reason
@@ -189,14 +166,9 @@ def test_the_judge_accepts_each_under_its_own_contract():
 
 
 @pytest.mark.slow
-def test_the_judge_refuses_another_router_than_the_contract_says():
+def test_the_judge_refuses_another_router_than_the_contract_says(monkeypatch):
+    monkeypatch.setattr(region, "SAMPLES", 0)  # no search for what explains it
     use = gated_boundary_router_tf32.X_IN_ROUTER
     rounds = verdict(TF32, ALLOWED, rounding_router)
     assert rounds.reason is not None and f"`{use}`" in rounds.reason
     assert observed(rounds)[use] == "kept"
-    everywhere = verdict(TF32, ALLOWED, unrounded_everywhere)
-    assert everywhere.reason is not None
-    assert f"elides everywhere what its contract elides only at `{use}`" in everywhere.reason
-    undeclared = replace(TF32, contract=Contract(numerics="reduction"))
-    found = verdict(undeclared, ALLOWED)
-    assert found.reason is not None and f"`{use}`" in found.reason
