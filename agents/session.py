@@ -260,9 +260,11 @@ class Session:
 
     def floors_us(self) -> dict[str, float | None]:
         """The shortest that a decode (where one was traced) and a prefill can take: a decode by
-        the bytes that any implementation must read, a prefill by those and the operations of its
-        matrix products. Only where the weights cannot stay in a cache, so not for a toy model."""
-        compulsory = (self.ledger.last("kernels") or {}).get("compulsory_bytes")
+        the bytes that the model must read as the run found it, whatever a candidate is traced to
+        read, a prefill by the reference's and the operations of its matrix products. Only where the
+        weights cannot stay in a cache, so not for a toy model."""
+        traces = (e.data for e in self.ledger.events() if e.kind == "kernels")
+        compulsory = next(traces, {}).get("compulsory_bytes")
         if self.workload.toy or compulsory is None:
             return dict.fromkeys(KINDS)
         traced = compulsory / self.ceilings.read_gb_per_s / 1e3

@@ -54,10 +54,11 @@ def headlines(run: Run) -> list[Headline]:
 
 def floor_us(run: Run, kind: str) -> float | None:
     """The floor that the ledger holds; in older ones, for a decode that was traced on a GPU, what
-    the bytes that any implementation must read take at the measured bandwidth."""
+    the bytes that the reference must read take at the measured bandwidth: those of the first trace,
+    so that a candidate that is traced to read less has no other floor."""
     if kind in run.floors:
         return run.floors[kind]
-    traced = run.kernels.get("after") or run.kernels.get("before")
+    traced = run.kernels.get("before")
     if kind != run.header.kind or kind != "decode" or run.header.device != "cuda":
         return None
     if traced is None or traced.compulsory_bytes is None or run.ceilings is None:
