@@ -13,6 +13,7 @@ from harness.protections import describe
 from harness.records import Status, Timing
 from reports import drift, figures, headline, layer, rounds, spending, text
 from reports.run import Run
+from traces import kernels
 
 SECTIONS = (
     (Status.KEPT, "What was kept, and why", "Nothing was kept."),
@@ -111,6 +112,8 @@ def context(run: Run) -> dict[str, Any]:
         "whole_step": figures.WHOLE,
         "layer_picture": layer.layer(run, standalone=False),
         "launches": figures.launches,
+        "beyond_memory": kernels.beyond_memory,
+        "beyond_words": kernels.BEYOND_MEMORY,
         "time_us": figures.time_us,
         "verdicts": figures.verdicts,
         "broken_points": figures.broken_points,

@@ -10,6 +10,10 @@ from traces.trace import Kernel, Trace
 By = Literal["kernel", "module", "region", "line"]
 BY: tuple[By, ...] = ("kernel", "module", "region", "line")
 NAMES_SHOWN = 3
+BEYOND_MEMORY = (
+    "Over 100% of the read bandwidth: part of the bytes came from a cache, or the trace is an older"
+    " one, which books all bytes of a region on one of its kernels."
+)
 N = TypeVar("N", int, float)
 
 
@@ -76,6 +80,13 @@ def bytes_us(nbytes: int, ceilings: Ceilings) -> float:
 def headroom(row: KernelRow) -> float | None:
     """How many times its floor the row takes; None where the floor is unknown or nothing."""
     return row.time_us / row.floor_us if row.floor_us else None
+
+
+def beyond_memory(rows: Sequence[KernelRow], ceilings: Ceilings | None) -> bool:
+    """Whether a row's bytes moved faster than the memory delivers any: see `BEYOND_MEMORY`."""
+    if ceilings is None:
+        return False
+    return any((row.read_share(ceilings) or 0.0) > 1.0 for row in rows)
 
 
 KEYS: dict[By, Callable[[KernelRow], str]] = {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from harness.cli import print_table
 from harness.records import Ceilings, KernelRow, LayerMap
 from traces.diff import Difference
-from traces.kernels import KernelTable, headroom
+from traces.kernels import BEYOND_MEMORY, KernelTable, beyond_memory, headroom
 from traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ def print_rows(
         print("* a kernel from optimized/ or a change file")
     if any(row.ambiguous for row in rows):
         print("? its module or line is not certain")
+    if beyond_memory(rows, table.trace.ceilings):
+        print(BEYOND_MEMORY)
     print_budget(table)
 
 

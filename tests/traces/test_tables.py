@@ -1,6 +1,7 @@
 """Kernel rows, their sums, layer maps and diffs, on traces made by hand."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from traces import diff_page
 from traces.diff import diff
 from traces.kernels import aggregate, common, headroom, kernel_rows
 from traces.layers import layer_map
+from traces.tables import print_rows
 from traces.trace import Trace
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
@@ -135,3 +137,13 @@ def test_ambiguous_time_is_not_attributed() -> None:
     )
     assert t.summary()["attributed_share"] == 0.6
     assert [k.name for k in t.ambiguous] == ["b"]
+
+
+def test_more_than_the_memory_delivers_is_said_to_come_from_a_cache(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for nbytes, said in ((9_000, False), (11_000, True)):
+        step = trace([Did(name="k", call=0, time_us=10.0, reads=[(0, nbytes)])], [("", None)])
+        rows = kernel_rows(replace(step, ceilings=CEILINGS))
+        print_rows(rows, rows, None)
+        assert ("part of the bytes came from a cache" in capsys.readouterr().out) is said
