@@ -115,20 +115,20 @@ def test_region_and_model_names_are_found_in_the_reference() -> None:
     assert "beam" in model_names()
 
 
-# Words that are a region's name and everyday English or PyTorch besides.
-COMMON = {"attention", "experts", "router", "combine"}
+# What the judge calls any submodule that returns integers: a class of its own, no region's name.
+ALLOWED = {("harness/routing.py", "Router"), ("harness/drift.py", "Router")}
 
 
 @pytest.mark.parametrize("package", ["agents", "traces", "harness"])
 def test_no_region_or_model_is_named(package: str) -> None:
     """What to fuse follows from the trace of any model, never from a name known beforehand."""
-    names = {n.replace("-", "_") for n in region_names() | model_names()} - COMMON
+    names = {n.replace("-", "_") for n in region_names() | model_names()}
     pattern = re.compile(rf"(?<![a-z0-9])(?:{'|'.join(sorted(names))})(?![a-z0-9])", re.IGNORECASE)
     hits = [
         f"{relative(path)}:{line}: {word[:60]}"
         for path in sources(package)
         for line, word in words(path)
-        if pattern.search(word.replace("-", "_"))
+        if pattern.search(word.replace("-", "_")) and (relative(path), word) not in ALLOWED
     ]
     assert hits == []
 
