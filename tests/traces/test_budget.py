@@ -3,11 +3,19 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from harness.records import KernelRow, StepBudget
+from harness.step import Step
+from reports.figures import step_budget as recorded_budget
+from reports.run import Run
+from tests.layout import ROOT
 from tests.traces.made import CEILINGS, Did, trace
+from tests.traces.toy_stack import tower
 from traces.budget import exposed_us, idle_us, step_budget
+from traces.capture import _profile, _record, _run_steps, capture
 from traces.kernels import aggregate, kernel_rows
+from traces.origins import read
 from traces.tables import print_rows
 from traces.trace import Trace
 
@@ -25,6 +33,8 @@ def overlapping(*spans: tuple[float, float, int], device: str = "cuda") -> Trace
     ]
     return replace(made, kernels=tuple(placed))
 
+
+EVIDENCE = ROOT / "reports/results/h200/beam-decode-bs1"
 
 # Alone; overlaps by 3 us; after a gap of 4; starts and ends inside the one before; overlaps.
 SPANS = (
@@ -110,3 +120,31 @@ def test_the_table_shows_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["ramp,"] == ["15.0", "33.3%"]
     assert found["from"] == ["45.0", "100.0%"]
     assert rows.summary()["budget"]["step_us"] == 45.0
+
+
+def test_the_parts_of_a_cpu_step_add_up_and_fit_into_it() -> None:
+    model, inputs = tower(1)
+    cpu = torch.device("cpu")
+    recorder, recorded = _record(model, inputs, cpu)
+    step = Step(model, inputs, "eager")
+    _, steps = read(recorder, recorded, _profile(lambda: _run_steps(step, cpu), cpu), "cpu")
+    for timed in steps:
+        assert 0 < sum(span.time_us + span.gap_us for span in timed.spans) <= timed.total_us
+    trace = capture(model, inputs, ceilings=CEILINGS)
+    budget = kernel_rows(trace).budget
+    own = sum(kernel.time_us + kernel.gap_us for kernel in trace.kernels)
+    parts = budget.bound_us + budget.gap_us + budget.rest_us + budget.unknown_us
+    assert parts == pytest.approx(budget.step_us)
+    assert parts == pytest.approx(own)
+
+
+def test_the_parts_of_the_recorded_gpu_steps_add_up() -> None:
+    """Sums by line of an older ledger: kernels are taken to follow each other."""
+    run = Run.load(EVIDENCE)
+    for when, step_us, kernel_us in (("before", 21973.3, 18588.9), ("after", 6265.4, 5811.3)):
+        budget = recorded_budget(run.kernels[when])
+        assert budget is not None
+        parts = budget.bound_us + budget.gap_us + budget.rest_us + budget.unknown_us
+        assert parts == pytest.approx(budget.step_us)
+        assert parts == pytest.approx(step_us, abs=0.1)
+        assert budget.bound_us + budget.rest_us == pytest.approx(kernel_us, abs=0.1)
