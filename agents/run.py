@@ -278,8 +278,10 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
 
 def require_compiler() -> None:
     """Inductor compiles its CPU kernels, and Triton its launchers, with the machine's compiler."""
-    wanted = os.environ.get("CXX"), "g++", "clang++", "c++"
-    if not any(name and shutil.which(name) for name in wanted):
+    named = os.environ.get("CXX")
+    if named and not shutil.which(named):
+        raise UserError(f"CXX is {named!r}, no program on PATH; name a C++ compiler, or unset it")
+    if not named and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise UserError(
             "no C++ compiler: neither CXX nor g++, clang++ or c++ on PATH; install one "
             "(g++ in your system's packages), or set CXX"

@@ -1,5 +1,7 @@
-"""A run that is killed goes on where it was: kill -9 after every event it writes, then Ctrl-C."""
+"""A run that is killed goes on where it was: kill -9 after every third event that it writes, at
+random moments inside its stages, then Ctrl-C."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 
 from harness.ledger import Ledger
 from harness.records import Attempt
+from tests.agents import killers
 
 ROOT = Path(__file__).parents[2]
 TOY = str(Path(__file__).with_name("toy_model.py"))
@@ -76,6 +79,37 @@ def test_killed_after_every_few_events_it_ends_as_if_nothing_had_happened(tmp_pa
     assert source is not None and "import torch" in (directory / source).read_text()
     assert kinds(directory)[-1] == "stopped"
     assert (directory / "summary.json").is_file() and (directory / "report.html").is_file()
+
+
+# What a run has measured, and who judges its changes: each once, however often it was killed.
+ONCE = "run", "environment", "self_test", "effect", "ceilings", "opportunities", "final"
+DUE = {"effect", "ceilings", "opportunities", "attempt"}  # what the lives come to write
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(tmp_path):
+    """Eight lives, wherever they are: in A/A runs, ceilings, traces, verdicts, timings."""
+    ledger = killers.begun(tmp_path / "run")
+    lines = ledger.path.read_text().splitlines(keepends=True)
+    ledger.path.write_text("".join(x for x in lines if json.loads(x)["kind"] not in DUE))
+    words = ("5", "8", str(ledger.directory), "--max-changes", "1", "--budget-minutes", "10")
+    command = [sys.executable, "-m", "tests.agents.killed_run", *words]
+    own = {**environment(), "KILLERS": "slow"}
+    done = subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+    written = Counter(kinds(ledger.directory))
+    assert done.stdout.count(f": {-signal.SIGKILL}, ") == 8
+    assert {kind: written[kind] for kind in ONCE} == dict.fromkeys(ONCE, 1)
+    attempts = Ledger.open(ledger.directory).all("attempt", Attempt)
+    assert [a.index for a in attempts] == list(range(1, len(attempts) + 1))
+    assert [(a.name, a.status) for a in attempts if a.control is None] == [("slow", "rejected")]
+    assert [a.control for a in attempts if a.control] == ["identity", "slowed"]
+    assert kinds(ledger.directory)[-1] == "stopped"
+    summary = json.loads((ledger.directory / "summary.json").read_text())
+    assert [(c["name"], c["status"]) for c in summary["changes"]] == [("slow", "rejected")]
 
 
 def test_ctrl_c_ends_cleanly_and_can_be_continued(tmp_path):
