@@ -1,7 +1,8 @@
 """What one operator call must move and compute: bytes by tensor, and operations.
 
 Bytes are compulsory: each input read once, each output written once, of an indexed tensor only
-what the index touches. Operations are multiply-adds counted as two for matrix products and
+what the index touches (a row that it names twice counts twice here; `recorder` and `footprint` know
+the numbers, and count it once). Operations are multiply-adds counted as two for matrix products and
 attention, and one for each element of an element-wise operator or each input of a reduction.
 """
 
@@ -103,6 +104,30 @@ def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> 
         matmul=matmul,
         peak="bf16" if narrow else "fp32",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """A look-up of rows: which tensor's, by which whole numbers, and the bytes of one row."""
+
+    source: Tensor
+    index: Tensor
+    row_bytes: int
+
+
+def gather(func: Any, args: tuple[Any, ...]) -> Gather | None:
+    """The look-up of rows of the first dimension that a call is; None where it is none."""
+    name = name_of(func)
+    index: Any = None
+    if name in ("index", "_unsafe_index") and len(args[1]) == 1:
+        index = args[1][0]
+    elif name == "embedding" or (name == "index_select" and args[1] == 0):
+        index = args[-1] if name == "index_select" else args[1]
+    whole = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
+    if not whole or not len(args[0]):
+        return None
+    source = args[0]
+    return Gather(source=source, index=index, row_bytes=distinct_bytes(source) // len(source))
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

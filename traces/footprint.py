@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from harness.modes import DispatchMode
-from traces.costs import cost, distinct_bytes, storage_key
+from traces.costs import Gather, cost, distinct_bytes, gather, storage_key
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Spec:
     tree: TreeSpec
     parameters: Mapping[str, Tensor]
     held: Mapping[tuple[int, str], Tensor]  # such as a cache's tensors, by argument and name
+    integers: Mapping[int, Tensor]  # arguments that may say which rows are looked up
 
     @classmethod
     def of(cls, module: nn.Module, args: Any, kwargs: Any) -> "Spec":
@@ -66,7 +68,17 @@ class Spec:
             for name, value in getattr(leaf, "__dict__", {}).items()
             if not isinstance(leaf, Tensor | nn.Module) and isinstance(value, Tensor)
         }
-        return cls(shapes, tree, own, held)
+        integers = {
+            i: x
+            for i, x in enumerate(leaves)
+            if isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
+        }
+        return cls(shapes, tree, own, held, integers)
+
+    @cached_property
+    def distinct(self) -> dict[int, int]:
+        """How many different numbers each of `integers` holds; waits for the device."""
+        return {i: x.unique().numel() for i, x in self.integers.items()}
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -77,7 +89,8 @@ class Spec:
             for i, x in enumerate(self.leaves)
         )
         known = *self.parameters.items(), *self.held.items()
-        return leaves, tuple((name, Shape.of(t)) for name, t in known)
+        named = tuple((name, Shape.of(t)) for name, t in known)
+        return leaves, named, tuple(self.distinct.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +138,15 @@ def _covered(spans: Iterable[Span]) -> int:
 class _Border(DispatchMode):
     """Collects what crosses the border: storages known at the start, by their key."""
 
-    def __init__(self, owners: dict[int, Key], fakes: FakeTensorMode, alive: list[Tensor]) -> None:
+    def __init__(
+        self,
+        owners: dict[int, Key],
+        fakes: FakeTensorMode,
+        alive: list[Tensor],
+        distinct: Mapping[int, int],
+    ) -> None:
         super().__init__()
+        self.distinct = distinct
         self.owners, self.fakes, self.alive = owners, fakes, alive
         self.origins = {key: frozenset((owner,)) for key, owner in owners.items()}
         self.reads: dict[Key, set[Span]] = {}
@@ -143,10 +163,13 @@ class _Border(DispatchMode):
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         self.alive.extend(made)
         found = cost(func, args, kwargs, out)
+        rows = gather(func, args)
         for accesses, table in ((found.reads, self.reads), (found.writes, self.writes)):
             for tensor, count in accesses:
                 owner = self.owners.get(storage_key(tensor))
                 if owner is not None:
+                    if rows is not None and tensor is rows.source:
+                        count = self.looked_up(rows, count)
                     start = int(tensor.storage_offset()) * tensor.element_size()
                     table.setdefault(owner, set()).add((start, start + count))
         self.flops += found.flops
@@ -163,6 +186,13 @@ class _Border(DispatchMode):
         for tensor in made:
             self.origins.setdefault(storage_key(tensor), origins)
         return out
+
+    def looked_up(self, rows: Gather, nbytes: int) -> int:
+        """Bytes of the different rows, where an argument of the call names them."""
+        kind, place = self.owners.get(storage_key(rows.index), ("", None))
+        if kind != "argument" or place not in self.distinct:
+            return nbytes
+        return min(nbytes, self.distinct[place] * rows.row_bytes)
 
     def fake(self, tensor: Tensor) -> Tensor:
         """The stand-in of a real tensor, always the same one."""
@@ -193,7 +223,7 @@ def _measure(module: nn.Module, spec: Spec) -> Footprint | None:
             if isinstance(leaf, Tensor):
                 owners[storage_key(leaf)] = ("argument", i)
         args, kwargs = tree_unflatten(leaves, spec.tree)
-        border = _Border(owners, fakes, alive)
+        border = _Border(owners, fakes, alive, spec.distinct)
         try:
             with border, _as_written(module):
                 out = type(module).forward(module, *args, **kwargs)

@@ -7,6 +7,7 @@ index here, so that the profiler's kernels can be told whose they are.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.modes import DispatchMode
 from optimized.launches import observers
-from traces.costs import Cost, cost, name_of
+from traces.costs import Cost, cost, gather, name_of
 from traces.footprint import Footprints, Spec
 from traces.names import CALL, LAUNCH, OPERATOR
 from traces.observed import Launch, ModuleCall, Operator, Pending, Values, Work
@@ -42,6 +43,8 @@ class Recorder(DispatchMode):
         self.stack: list[tuple[int, Any]] = []
         self.ranges: list[Any] = []
         self.pending: list[Pending] = []
+        # Look-ups: the operator's index, the value looked up in, bytes of a row, and which rows.
+        self.gathers: list[tuple[int, int, int, Tensor]] = []
         self.hidden = 0  # opaque calls that we are inside of
         self.told = 0  # announced launches that we are inside of
 
@@ -55,6 +58,9 @@ class Recorder(DispatchMode):
         with record_function(f"{OPERATOR}{len(self.operators)}"):
             out = func(*args, **kwargs)
         found = cost(func, args, kwargs, out)
+        if (rows := gather(func, args)) is not None:
+            value = self.values.number(rows.source)
+            self.gathers.append((len(self.operators), value, rows.row_bytes, rows.index))
         inputs = tensors((args, kwargs))
         for tensor in inputs:
             self.values.number(tensor)
@@ -141,7 +147,13 @@ class Recorder(DispatchMode):
             self.outputs = tuple({self.values.number(t) for t in tensors(out)})
 
     def finish(self) -> None:
-        """Find the costs of opaque calls; once the profiler no longer listens."""
+        """Find the costs of opaque calls and of rows looked up; once the profiler no longer
+        listens."""
+        for index, value, row_bytes, rows in self.gathers:
+            most, work = rows.unique().numel() * row_bytes, self.operators[index].work
+            reads = tuple((v, min(n, most) if v == value else n) for v, n in work.reads)
+            self.operators[index].work = replace(work, reads=reads)
+        self.gathers.clear()
         footprints = Footprints()
         for pending in self.pending:
             found = footprints.of(pending.node, pending.spec)

@@ -288,3 +288,23 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a @ x + self.b @ x
+
+
+def test_a_row_that_is_looked_up_twice_counts_once() -> None:
+    node, x = Chosen().requires_grad_(False), small(WIDTH)
+    row = INNER * WIDTH * 4
+    for chosen, count in (([2, 0, 2], 2), ([1, 1, 1], 1), ([0, 1, 2], 3)):
+        found = Footprints().of(node, Spec.of(node, (x, torch.tensor(chosen)), {}))
+        assert found is not None
+        assert found.reads[("parameter", "up")] == found.reads[("parameter", "down")] == count * row
+
+
+def test_the_references_own_look_ups_count_a_row_once() -> None:
+    model = Model().requires_grad_(False)
+    recorder, _ = _record(model, (small(WIDTH), torch.tensor([2, 0, 2])), torch.device("cpu"))
+    row = INNER * WIDTH * 4
+    looked_up = [o.work for o in recorder.operators if o.name == "aten::index"]
+    assert len(looked_up) == 4
+    for work in looked_up:
+        assert sorted(n for _, n in work.reads) == [3 * 8, 2 * row]
+        assert [n for _, n in work.writes] == [3 * row]
