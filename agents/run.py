@@ -14,7 +14,7 @@ from agents.claude import options, secrets
 from agents.mcp_link import MCP
 from agents.pulse import Pulse
 from harness import cli
-from harness.arguments import count, positive, seed
+from harness.arguments import count, positive, require_folder, seed
 from harness.change_file import require_change
 from harness.errors import ExitCode, UserError
 from harness.ledger import Ledger
@@ -150,6 +150,9 @@ def check(a: argparse.Namespace) -> None:
         raise UserError(f"two change files are called {double}; rename one")
     if a.resume is not None and a.run_dir is not None:
         raise UserError("--resume names the run's directory already; leave --run-dir out")
+    if a.resume is None and a.run_dir is not None:
+        Ledger(a.run_dir).require_new()
+        require_folder(a.run_dir, "--run-dir")
     if a.resume is not None and a.plan is not None:
         raise UserError("a continued run stands on what it began with; leave --plan out")
 

@@ -19,7 +19,7 @@ from harness.ledger import Ledger
 from harness.workload import Workload
 from tests.agents import killers
 
-SHORTEST_S, LONGEST_S = 0.2, 6.0
+SHORTEST_S, LONGEST_S = 0.2, 9.0
 
 
 def life(words: list[str], most_s: float | None) -> int:

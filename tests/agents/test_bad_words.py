@@ -16,6 +16,7 @@ from tests.layout import ROOT
 TARGET = "--target", "decode-bs1"
 BINARY = bytes(range(256))
 FILES = {
+    "old/ledger.jsonl": b"{}\n",
     "empty.py": b"",
     "binary.py": BINARY,
     "binary.jsonl": BINARY,
@@ -28,6 +29,11 @@ BAD = {
     "seed-no-number": (("--seed", "x"), "'x' is not a whole number from 0 to 4294967295"),
     "nan-minutes": (("--budget-minutes", "nan"), "'nan' is not a finite number above 0"),
     "inf-minutes": (("--budget-minutes", "inf"), "'inf' is not a finite number above 0"),
+    "old-directory": (
+        ("--run-dir", "old"),
+        "old already holds a run; continue it with --resume",
+    ),
+    "no-directory": (("--run-dir", "empty.py"), "--run-dir empty.py: File exists; name a folder"),
     "unknown-flag": (("--nope",), "unrecognized arguments: --nope; see python -m agents"),
 }
 OF_RUN = {
@@ -46,6 +52,7 @@ OF_RUN = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, data in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -55,7 +62,7 @@ def refused(read, words: tuple[str, ...], says: str, folder: Path) -> None:
     with pytest.raises(UserError, match=says) as error:
         read([*TARGET, *words])
     assert "\n" not in str(error.value)
-    assert {path.name for path in folder.iterdir()} == FILES.keys()
+    assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == FILES.keys()
 
 
 @pytest.mark.parametrize("read", [run.words, mcp.words], ids=["run", "mcp"])
