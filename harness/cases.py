@@ -28,7 +28,8 @@ RAGGED = 7  # tokens of a short, odd-sized call
 class Case:
     """One call of one node. `typical` cases also measure noise and distance from FP64; in `telling`
     ones roundings are told apart that hardly show elsewhere. `tied` names vectors of the node whose
-    values repeat while the call lasts (`harness.ties`)."""
+    values repeat while the call lasts (`harness.ties`). In an `aliased` one arguments share memory.
+    """
 
     name: str
     node: str
@@ -37,9 +38,12 @@ class Case:
     typical: bool = True
     telling: bool = False
     tied: tuple[str, ...] = ()
+    aliased: bool = False
 
     def clones(self, fixed: set[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fresh copies of the arguments, save parameters (storage in `fixed`)."""
+        if self.aliased:
+            return together((self.args, self.kwargs), fixed)
         return map_tensors(lambda t: copied(t, fixed), (self.args, self.kwargs))
 
 
@@ -57,6 +61,25 @@ def storages(*modules: nn.Module) -> set[int]:
 
 def copied(tensor: Tensor, fixed: set[int]) -> Tensor:
     return tensor if tensor.untyped_storage()._cdata in fixed else clone(tensor)
+
+
+def together(tree: Any, fixed: set[int]) -> Any:
+    """Copies that share memory where the tensors do, save parameters."""
+    rooms: dict[int, torch.UntypedStorage] = {}
+    made: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata in fixed:
+            return tensor
+        if id(tensor) not in made:
+            room = rooms.setdefault(storage._cdata, storage.clone())
+            view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            place = tensor.storage_offset(), tensor.shape, tensor.stride()
+            made[id(tensor)] = view.set_(room, *place)  # type: ignore[call-overload]
+        return made[id(tensor)]
+
+    return map_tensors(copy, tree)
 
 
 def record(
@@ -141,6 +164,21 @@ def cut(case: Case, dims: dict[str, list[tuple[int, int]]], count: int, name: st
     return replace(case, name=name, args=args, kwargs=kwargs, typical=False)
 
 
+def widened(case: Case, dims: dict[str, list[tuple[int, int]]], count: int, name: str) -> Case:
+    """The call with those dimensions `count` long: what is there, again and again."""
+    paths = {id(t): path for path, t in leaves((case.args, case.kwargs))}
+
+    def longer(tensor: Tensor) -> Tensor:
+        for dim, size in dims.get(paths[id(tensor)], []):
+            if tensor.shape[dim] == size:
+                at = torch.arange(count, device=tensor.device) % size
+                tensor = tensor.index_select(dim, at)
+        return tensor
+
+    args, kwargs = map_tensors(longer, (case.args, case.kwargs))
+    return replace(case, name=name, args=args, kwargs=kwargs, typical=False)
+
+
 def activations(
     node: nn.Module, case: Case, fixed: set[int], written: set[str]
 ) -> dict[int, Tensor]:
@@ -183,9 +221,36 @@ def derive(
         name = f"activation {i + 1} zero, values / {SCALE:g}"
         alone = lambda t, key=key: torch.zeros_like(t) if id(t) == key else t / SCALE  # noqa: E731
         found.append(with_values(case, name, chosen, alone))
+    if (sharing := _sharing(case, chosen)) is not None:
+        found.append(sharing)
     if where.tokens:
         found += [cut(case, where.tokens, n, f"{n} tokens") for n in (0, 1, RAGGED)]
     return found
+
+
+def _sharing(case: Case, chosen: dict[int, Tensor]) -> Case | None:
+    """The call with activations that are slices of one buffer, as those of a packed projection are,
+    and two of one shape, if there are, the same tensor. None where nothing can be shared."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in chosen.values():
+        if tensor.ndim > 1:
+            rows = tensor.shape[: 2 if tensor.ndim > 2 else 1]
+            groups.setdefault((rows, tensor.dtype, tensor.device), []).append(tensor)
+    (rows, *_), packed = max(groups.items(), key=lambda item: len(item[1]), default=(((),), []))
+    if len(packed) < 2:
+        return None
+    inner = [t.shape[len(rows) :] for t in packed]
+    widths = [shape.numel() for shape in inner]
+    room = torch.cat([t.reshape(*rows, w) for t, w in zip(packed, widths, strict=True)], dim=-1)
+    slices = room.split(widths, dim=-1)
+    views = [s.unflatten(-1, shape) for s, shape in zip(slices, inner, strict=True)]
+    alike = next((i for i, shape in enumerate(inner) if shape in inner[:i]), None)
+    if alike is not None:
+        views[alike] = views[inner.index(inner[alike])]
+    by_id = {id(t): view for t, view in zip(packed, views, strict=True)}
+    args, kwargs = map_tensors(lambda t: by_id.get(id(t), t), (case.args, case.kwargs))
+    name = "arguments that share memory"
+    return replace(case, name=name, args=args, kwargs=kwargs, typical=False, aliased=True)
 
 
 def _one_hot(t: Tensor, generator: torch.Generator) -> Tensor:

@@ -26,6 +26,7 @@ from harness.records import Verdict
 from harness.region import RegionCases
 from harness.routes import Deviations, routing
 from harness.spent import spent
+from harness.thresholds import Thresholds
 from harness.workload import Target, Workload, free_bytes
 from optimized.change import Change
 from optimized.domain import Domain, Facts, domain_of
@@ -79,8 +80,22 @@ def judge_with_domain(
         reference, change.region, change.contract, workload, seed, policy, keep=False
     )
     tested = Tested(candidate)
+    sizes = thresholds(change, backend, workload, cases)
+    cases.more = None if sizes is None else sizes.cases
     verdict = cases.judge(candidate, backend, watch=tested)
+    if sizes is not None:
+        verdict = replace(verdict, notes=verdict.notes + tuple(sizes.notes))
     return with_domain(verdict, cases, tested, workload, [workload.target(t) for t in targets])
+
+
+def thresholds(
+    change: Change, backend: str, workload: Workload, cases: RegionCases
+) -> Thresholds | None:
+    """What finds the sizes at which the change decides otherwise; None where its code is in another
+    process."""
+    if not change.implementations:
+        return None
+    return Thresholds.of(change.implementation(backend), workload, cases.limit_bytes)
 
 
 @spent("region: timed steps")

@@ -50,6 +50,7 @@ LARGEST_ON_HOST = 64 << 20  # bytes of one on a CPU
 KEPT_SHARE = 64  # a case's replays are kept if they take less than 1/64 of what is free
 GOLDEN_BYTES = 8  # of an element in FP64
 
+More = Callable[[nn.Module, list[Case]], list[Case]]
 Watch = Callable[[Prepared, Observed], None]
 
 
@@ -75,12 +76,14 @@ class RegionCases:
     recorded: list[Case]
     seed: int
     runs: int  # noise replays of a typical case
+    limit_bytes: int  # of one call's arguments
     keep: bool
     refusal: str | None  # why the policy refuses the contract
     measured: Examination  # of no candidate: its noise, names and notes
     kept: list[NodeCases] | None = None
     kills: Counter[str] = field(default_factory=Counter)  # by node and case
     deviations: dict[str, Deviations] = field(default_factory=dict)  # of sorted values, by node
+    more: More | None = None  # cases for one candidate alone, of the first node
 
     @classmethod
     def prepare(
@@ -104,10 +107,11 @@ class RegionCases:
         refusal = policy.refusal(contract)
         names = pick_nodes(reference, nodes(reference, region), seed)
         recorded: list[Case] = []
+        limit_bytes = case_limit(workload)
         if refusal is None:
             inputs = steps(workload, seed, note=exam.notes.append)
             with spent("region: recording calls"):
-                recorded, notes = record(reference, names, inputs, case_limit(workload))
+                recorded, notes = record(reference, names, inputs, limit_bytes)
             exam.notes += notes
         called = [n for n in names if _calls(recorded, n)]
         exam.notes += [f"{n} was not called" for n in names if n not in called and recorded]
@@ -118,6 +122,7 @@ class RegionCases:
             recorded=recorded,
             seed=seed,
             runs=max(2, -(-policy.permutations // max(1, len(recorded)))),
+            limit_bytes=limit_bytes,
             keep=keep,
             refusal=refusal,
             measured=exam,
@@ -197,6 +202,8 @@ class RegionCases:
         exam, node = self.measured, self.reference.get_submodule(name)
         calls = _calls(self.recorded, name)
         cases = calls + (self._derived(node, calls) if name in self.derived_from else [])
+        if self.more is not None and name == self.names[0]:
+            cases += self.more(node, calls)
         ready = NodeCases(name, node, calls, [], Deviations(), [])
         self.deviations[name] = ready.deviations
         flips = 0
@@ -270,7 +277,8 @@ class RegionCases:
                 continue
             if ready.case.typical:
                 samples.append(Sample(node.node, ready, seen))
-        batch_variance(exam, node.node, mine, node.calls)
+        wide = self.limit_bytes if node.name in self.derived_from else 0
+        batch_variance(exam, node.node, mine, node.calls, wide)
         after = checksums(mine, node.calls, exam.fixed)
         if changed := [n for n in before if before[n] != after.get(n)]:
             text = f"changes the parameter {changed[0]} of {node.name}"
