@@ -89,27 +89,30 @@ DUE = {"opportunities", "attempt"}  # what the lives come to write, and more
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(tmp_path):
-    """Eight lives, wherever they are: in traces, verdicts, timings, the closing measurements."""
+    """Up to eight lives, wherever they are: in traces, verdicts, timings, the closing parts."""
+    names = [f"slow {number}" for number in range(4)]
     ledger = killers.begun(tmp_path / "run")
     lines = ledger.path.read_text().splitlines(keepends=True)
     ledger.path.write_text("".join(x for x in lines if json.loads(x)["kind"] not in DUE))
-    words = ("5", "8", str(ledger.directory), "--max-changes", "1", "--budget-minutes", "10")
+    words = ("5", "8", str(ledger.directory), "--max-changes", "4", "--budget-minutes", "10")
     command = [sys.executable, "-m", "tests.agents.killed_run", *words]
-    own = {**environment(), "KILLERS": "slow"}
+    own = {**environment(), "KILLERS": ",".join(names)}
     done = subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
     written = Counter(kinds(ledger.directory))
-    assert done.stdout.count(f": {-signal.SIGKILL}, ") == 8
+    assert done.stdout.count(f": {-signal.SIGKILL}, ") > 4
     assert {kind: written[kind] for kind in ONCE} == dict.fromkeys(ONCE, 1)
     attempts = Ledger.open(ledger.directory).all("attempt", Attempt)
     assert [a.index for a in attempts] == list(range(1, len(attempts) + 1))
-    assert [(a.name, a.status) for a in attempts if a.control is None] == [("slow", "rejected")]
+    assert [(a.name, a.status) for a in attempts if a.control is None] == [
+        (name, "rejected") for name in names
+    ]
     assert [a.control for a in attempts if a.control] == ["identity", "slowed"]
     assert kinds(ledger.directory)[-1] == "stopped"
     summary = json.loads((ledger.directory / "summary.json").read_text())
-    assert [(c["name"], c["status"]) for c in summary["changes"]] == [("slow", "rejected")]
+    assert [c["name"] for c in summary["changes"]] == names
 
 
 def test_ctrl_c_ends_cleanly_and_can_be_continued(tmp_path):
