@@ -20,21 +20,21 @@ holds the new position writes it there first. Where few shares have to be combin
 block of the output projection combines and gates them for itself, its weights loaded before.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from optimized.change import Change, Contract, Implementation, KnobValue, region_of
-from optimized.decode_attention import COMBINED_COLUMNS, PROGRAMS, AttentionKnobs
+from optimized.change import Change, Contract, Implementation, region_of
+from optimized.decode_attention import COMBINED_COLUMNS, PROGRAMS
 from optimized.step_kernels import (
     combine_gate_kernel,
     gated_projection_kernel,
     step_attention_kernel,
 )
+from optimized.step_knobs import MAX_HELD, StepKnobs
 from optimized.triton_support import INTERPRETED, OfflineCase, launch, outside_domain
 
 # An attention's own parts by their regions; what prepares keys by whether they are all kept.
@@ -44,52 +44,6 @@ WEIGHTLESS = {"attend": "attend", "gate": "output_norm_gate"}
 WEIGHTLESS_KEYS = {True: "qk_unit_norm", False: "qk_unit_norm_rope"}
 MAX_BATCH = 128
 MAX_FUSED_SPLITS = 16  # more would have every block of the projection read too much
-SHARES = 396  # three for each of an H200's 132 SMs
-MAX_HELD = 128  # weights of the projection that a thread holds
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepKnobs:
-    """Of the attention: `warps`, `block` positions at a time, `stages` of the pipelined loop, the
-    `splits` of the sequence. Of the output projection: `rows` of W at a time and its `row_warps`;
-    its programs fit a GPU at once."""
-
-    warps: int
-    block: int
-    stages: int
-    splits: int
-    rows: int
-    row_warps: int
-
-    @classmethod
-    def heuristic(cls, shape: Mapping[str, int]) -> "StepKnobs":
-        base = AttentionKnobs.heuristic(shape)
-        width = triton.next_power_of_2(shape["H"]) * shape["d"]
-        most = triton.cdiv(shape["S"], base.block)
-        return cls(
-            warps=base.warps,
-            block=base.block,
-            stages=2,
-            splits=max(1, min(SHARES // max(1, shape["B"] * shape["Hkv"]), most)),
-            rows=8 if width >= 512 else 4,
-            row_warps=16 if width >= 512 else 4,
-        )
-
-    @classmethod
-    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
-        found = {**AttentionKnobs.candidates(shape)}
-        return {**found, "rows": (1, 2, 4, 8), "row_warps": (4, 8, 16)}
-
-    def is_valid(self, shape: Mapping[str, int]) -> bool:
-        attention = AttentionKnobs(
-            warps=self.warps, block=self.block, stages=self.stages, splits=self.splits
-        )
-        width = triton.next_power_of_2(shape["H"]) * shape["d"]
-        return (
-            attention.is_valid(shape)
-            and self.rows * width <= MAX_HELD * 32 * self.row_warps
-            and width >= 32 * self.row_warps
-        )
 
 
 def sizes(node: Any, x: Tensor, step: Any, cache: Any) -> dict[str, int]:

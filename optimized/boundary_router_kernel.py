@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
+from optimized.boundary_kernel import gate_shares, post_norm_and_add
 from optimized.norms import norm_factor, scaled_input
-from optimized.residual_boundary import gate_shares, post_norm_and_add
 from optimized.triton_support import let_next_start, previous_is_done, round_to_tf32
 
 
