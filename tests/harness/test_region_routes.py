@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.command_verify import print_verdict
 from harness.records import Verdict
 from harness.region import RegionCases
 from harness.routes import LISTED, Deviations, routing
+from harness.verify_tables import print_verdict
 from harness.workload import Workload
 from optimized.change import Contract
 from tests.harness.judged import change, judged, mini
