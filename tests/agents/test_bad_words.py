@@ -24,9 +24,9 @@ FILES = {
     "broken.jsonl": b'{"kind": "answer", "message": {"content": []}}\n',
 }
 BAD = {
-    "seed": (("--seed", "99999999999999999999"), "'99.*' is not a whole number from 0 to 42949672"),
-    "seed-below-0": (("--seed", "-1"), "'-1' is not a whole number from 0 to 4294967295"),
-    "seed-no-number": (("--seed", "x"), "'x' is not a whole number from 0 to 4294967295"),
+    "seed": (("--seed", "99999999999999999999"), "'99.*' is not a whole number from 0 to 21474836"),
+    "seed-below-0": (("--seed", "-1"), "'-1' is not a whole number from 0 to 2147483647"),
+    "seed-no-number": (("--seed", "x"), "'x' is not a whole number from 0 to 2147483647"),
     "nan-minutes": (("--budget-minutes", "nan"), "'nan' is not a finite number above 0"),
     "inf-minutes": (("--budget-minutes", "inf"), "'inf' is not a finite number above 0"),
     "old-directory": (

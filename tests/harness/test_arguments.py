@@ -10,7 +10,7 @@ from harness.arguments import require_file, require_folder
 from harness.errors import UserError
 
 FINE = {
-    "seed": {"0": 0, "4294967295": 2**32 - 1},
+    "seed": {"0": 0, "2147483647": 2**31 - 1},
     "count": {"1": 1},
     "whole": {"0": 0},
     "counts": {"1,8": [1, 8]},
@@ -18,7 +18,7 @@ FINE = {
     "share": {"1": 1.0},
 }
 BAD = {
-    "seed": (("99999999999999999999", "4294967296", "-1", "x", "1.5"), "from 0 to 4294967295"),
+    "seed": (("99999999999999999999", "2147483648", "-1", "x", "1.5"), "from 0 to 2147483647"),
     "count": (("0", "-5", "x"), "is not a whole number of at least 1"),
     "whole": (("-1", ""), "is not a whole number of at least 0"),
     "counts": (("1,", "0,1"), "is not a whole number of at least 1"),

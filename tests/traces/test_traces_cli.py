@@ -68,7 +68,7 @@ def test_tables_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["capture", "--model", "beam", "-o", "/proc/x"], "-o /proc/x: "),
         (
             ["table", "--model", "beam", "--seed", "-1"],
-            "is not a whole number from 0 to 4294967295",
+            "is not a whole number from 0 to 2147483647",
         ),
         ([], "required: command"),
     ],
