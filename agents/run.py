@@ -138,6 +138,9 @@ def live(a: argparse.Namespace, directory: Path | None, used_s: float, pulse: Pu
 
 def check(a: argparse.Namespace) -> None:
     """What can be told from the words alone, before anything heavy is imported."""
+    names = [file.name for file in a.change]
+    if double := next((n for n in names if names.count(n) > 1), None):
+        raise UserError(f"two change files are called {double}; rename one")
     for file in a.change:
         require_change(file)
     options.check(a)
@@ -145,9 +148,6 @@ def check(a: argparse.Namespace) -> None:
     workers.check(a)
     if a.resume is None:
         storage.check(a, confined=confined(a))
-    names = [file.name for file in a.change]
-    if double := next((n for n in names if names.count(n) > 1), None):
-        raise UserError(f"two change files are called {double}; rename one")
     if a.resume is not None and a.run_dir is not None:
         raise UserError("--resume names the run's directory already; leave --run-dir out")
     if a.resume is None and a.run_dir is not None:

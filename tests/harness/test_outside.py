@@ -1,6 +1,7 @@
 """What is timed in a worker: values, positions and caches that nobody can foresee, one of the timed
 bursts audited."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +104,9 @@ def test_what_a_timed_decode_remembers_is_named(
 ) -> None:
     monkeypatch.setattr(outside, "SLOPE_S", 0.02)
     monkeypatch.setattr("harness.burst_audit.secrets.randbelow", lambda n: n - 1)
-    monkeypatch.setattr(outside, "BLOCKS", 1)
+    seeds = itertools.count(1)  # so that the second block's position is another one
+    monkeypatch.setattr("harness.burst_audit.secrets.randbits", lambda _: next(seeds))
+    monkeypatch.setattr(outside, "BLOCKS", 2)
     line = {"honest": "pass", "positions": POSITIONS, "contents": CONTENTS}[what]
     path = tmp_path / "remembers.py"
     path.write_text(REMEMBERS.replace("WHAT", line))
@@ -116,7 +119,7 @@ def test_what_a_timed_decode_remembers_is_named(
         ("decode", "among the timed calls"),
         ("prefill", "among the timed calls"),
     ]
-    assert times.decode.pairs == 1 and len({c.seed for c in audit.calls}) == 2
+    assert times.decode.pairs == 2 and len({c.seed for c in audit.calls}) == 2
     if what == "honest":
         assert audit.reason is None and findings == []
     else:
