@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from agents.run import main
+from harness import cli
 from harness.ledger import Ledger
 
 TOY = str(Path(__file__).with_name("toy_model.py"))
@@ -58,12 +60,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("words, says", BAD.values(), ids=BAD.keys())
-def test_bad_input_is_one_line_and_exit_2(words, says, tmp_path):
+def test_bad_input_is_one_line_and_exit_2(words, says, tmp_path, monkeypatch, capfd):
+    """In this process; that the command is no other, the tests below show."""
     target = () if "--target" in words or "--resume" in words else ("--target", "decode-bs1")
-    done = run(*target, *words, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1 and done.stdout == ""
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(lambda: main([*target, *words])) == 2
+    told = capfd.readouterr()
+    assert says in told.err
+    assert told.err.count("\n") == 1 and told.out == ""
     assert list(tmp_path.iterdir()) == []
 
 
