@@ -1,6 +1,6 @@
 # One command each; all of them make .venv themselves and write nothing outside this folder.
 .DEFAULT_GOAL := help
-.PHONY: help run test slow lint bench clean
+.PHONY: help run test slow long lint bench clean
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -29,11 +29,15 @@ run: ## Profile, propose, judge, measure and record on this machine (ARGS go to 
 
 test: ## The tests, on two workers (ARGS go to pytest)
 	@tools/setup.sh test
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not long" $(ARGS)
 
 slow: ## The tests that take minutes: whole runs, killed and continued
 	@tools/setup.sh test
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+long: ## The tests for before a release: a Ray cluster, notebooks, long conversations
+	@tools/setup.sh test
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long $(ARGS)
 
 lint: ## ruff, pyright and the import contracts
 	@tools/setup.sh lint

@@ -111,7 +111,7 @@ def test_workers_are_beside_the_run_if_there_are_several(monkeypatch: pytest.Mon
         devices("cuda", "--workers", "4")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_gate_judges_on_workers_and_a_lost_one_is_told(tmp_path: Path) -> None:
     workload = Workload.load(str(TOY), "toy", "cpu")
     ledger = Ledger.create(tmp_path / "run")

@@ -132,7 +132,7 @@ def test_without_a_card_or_ncu_that_is_said(monkeypatch) -> None:
         profiler.profile("beam")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kernels_are_compiled_without_a_card(tmp_path: Path) -> None:
     """In a confined process, from the file's own list of cases."""
     file = tmp_path / "kernel.py"

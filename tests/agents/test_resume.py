@@ -50,7 +50,7 @@ def kinds(directory: Path) -> list[str]:
     return [event.kind for event in Ledger.open(directory).events()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)  # some lives, each of which imports PyTorch anew
 def test_killed_after_every_few_events_it_ends_as_if_nothing_had_happened(tmp_path):
     directory = tmp_path / "run"

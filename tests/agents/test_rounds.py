@@ -124,7 +124,7 @@ def test_what_one_answer_submitted_shares_its_cost_and_is_charged_once(loop: Loo
     assert found[1]["usd"] == pytest.approx((100 * 4 + 50 * 20) / 1e6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_an_executor_the_worker_is_recorded(loop: Loop, tmp_path: Path) -> None:
     name = device_name(loop.workload.device)
     executor = loop.session.executor = Here(partial(evaluator, "cpu", name))

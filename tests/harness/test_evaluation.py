@@ -77,7 +77,7 @@ def test_another_device_or_model_file_is_refused() -> None:
         make_bench(replace(asked("exits"), model_sha256="0" * 64))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_killed_in_the_middle_of_a_candidate_loses_nothing(tmp_path: Path) -> None:
     wanted = [asked("honest_one_pass"), asked("exits"), asked("honest_in_place", timed=False)]
     with contextlib.closing(Local(START, [CPU] * 2)) as executor:

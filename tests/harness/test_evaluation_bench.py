@@ -68,7 +68,7 @@ def test_the_ratio_and_what_keeps_it_down_are_said(monkeypatch: pytest.MonkeyPat
     assert wrong == "verdicts differ between the runs: one of them is wrong"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_are_timed_once_they_have_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     original = command_evaluations.many

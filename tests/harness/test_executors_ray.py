@@ -22,7 +22,7 @@ from tests.harness.ray_cluster import cluster
 from tests.harness.test_executors import by_doing, divide, job, marked, refuse, square, start, who
 from tests.layout import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

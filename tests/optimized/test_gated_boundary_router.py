@@ -150,7 +150,7 @@ def observed(found):
     return {p.point: p.observed for p in found.points}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_judge_accepts_each_under_its_own_contract():
     plain = verdict(PLAIN, Policy(permutations=2))
     assert plain.passed, plain.reason
@@ -165,7 +165,7 @@ def test_the_judge_accepts_each_under_its_own_contract():
     assert observed(tf32)[x] == "kept"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_judge_refuses_another_router_than_the_contract_says(monkeypatch):
     monkeypatch.setattr(region, "SAMPLES", 0)  # no search for what explains it
     use = gated_boundary_router_tf32.X_IN_ROUTER

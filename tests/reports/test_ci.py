@@ -148,7 +148,7 @@ def clone(tmp_path: Path) -> Path:
     return top
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_commit_is_built_beside_the_tree_and_both_are_found(cpu_run: Path, clone: Path) -> None:
     ledger = cpu_run / Ledger.NAME
     text = ledger.read_text().replace('"model": "beam"', f'"model": "{TOY}"', 1)

@@ -132,7 +132,7 @@ def test_two_runs_are_compared(cpu_run: Path, tmp_path: Path) -> None:
     assert "prefers-color-scheme:dark" in pictures[1] and ">20.90<" in pictures[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_of_one_work_get_the_findings_of_the_check(cpu_run: Path, tmp_path: Path) -> None:
     out = executed("compare_runs", tmp_path / "out.ipynb", first=str(cpu_run), second=str(cpu_run))
     findings = tables(out)[1]
@@ -176,7 +176,7 @@ def test_a_change_is_compared_with_the_reference(
     assert "BF16" in roof and "GB/s" in roof
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_file_is_onboarded(tmp_path: Path) -> None:
     norm = tmp_path / "norm.py"
     norm.write_text(NORM)
@@ -237,7 +237,7 @@ def test_what_a_cell_refuses_is_one_line_and_nothing_is_written(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "kind", [SelfTestError, pytest.param(ZeroDivisionError, marks=pytest.mark.slow)]
+    "kind", [SelfTestError, pytest.param(ZeroDivisionError, marks=pytest.mark.long)]
 )
 def test_a_failed_self_test_is_one_and_our_mistakes_keep_their_traceback(
     kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

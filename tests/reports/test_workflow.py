@@ -146,7 +146,7 @@ def test_the_evidence_job_fails_on_a_regression_and_still_shows_it(
     assert cases(clone.root / "evidence-cpu.xml")["bits"] == "failed"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_commit_job_runs_a_toy_and_its_base_in_turns(
     workflow: dict[str, Any], clone: Git
 ) -> None:
