@@ -9,7 +9,7 @@ import pytest
 from agents.claude.ideas import EVENT
 from agents.proposers.claude import SPENT
 from harness.ledger import Ledger
-from harness.records import Status
+from harness.records import Attempt, Status
 from reports.run import Run
 from tests.agents.agent_run import SECRET, attempts, begun, goes_on, results, trajectory
 from tests.agents.fake_api import KEY, FakeApi, Step, call, calls
