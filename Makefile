@@ -1,4 +1,4 @@
-# One command each; all of them make .venv themselves and write nothing outside this folder.
+# One command each; all of them make .venv themselves and install nothing outside this folder.
 .DEFAULT_GOAL := help
 .PHONY: help run test slow long lint bench clean
 
