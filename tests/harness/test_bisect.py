@@ -107,7 +107,7 @@ def test_a_table_for_people(tmp_path, capsys):
     assert main(["bisect", write_run(tmp_path, {"add_norm": ELIDED})]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "change 1 of 1 is the first that fails: add_norm-by-hand (torch)"
-    assert lines[1].startswith("the model up to it: ") and "blocks.0" in lines[1]
+    assert lines[1].startswith("the model up to it: ") and "blocks." in lines[1]  # any seed
     assert lines[-1].startswith("scaled.to(x.dtype)  _to_copy  tests/harness/toy_model.py:")
 
 
