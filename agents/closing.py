@@ -35,7 +35,7 @@ def finish(session: Session) -> None:
                 session.progress.done(f"the result's audit failed: {audit.reason}", "red")
         final |= {"other_targets": time_other_targets(session), "floors_us": session.floors_us()}
         session.ledger.append("final", final)
-    if session.history.kept:
+    if any(attempt.backend == "triton" for attempt in session.history.kept):
         session.progress.stage("compiling the kept kernels for each target, without a GPU")
         compile_kept(session.ledger)
 
