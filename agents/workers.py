@@ -5,6 +5,7 @@ Without them candidates are judged in the run's own process, one after the other
 """
 
 import argparse
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -103,11 +104,10 @@ def opened(
         executor = ray.apart(start, ray.address_of(a.ray_address), kind, a.workers)
     else:
         executor = Local(start, here)
-    try:
+    with ExitStack() as undo:
+        undo.callback(executor.close)
         executor.await_ready()
-    except BaseException:
-        executor.close()
-        raise
+        undo.pop_all()
     names = [describe(place) for place in executor.workers]
     ledger.append(EVENT, {"executor": a.executor or LOCAL, "workers": names})
     progress.done(f"{len(names)} worker(s), {a.executor or LOCAL}: {', '.join(names)}")

@@ -10,6 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,12 +31,11 @@ class Apart:
         self.what, self.busy = what, False
         place = Place(name=what, device=CPU, host=platform.node())
         self.process = Process(partial(held, make), place)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             self._hear("starts")
             self.workers: tuple[Place, ...] = self._ask(places)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def run(self, jobs: Iterable[Job] = ()) -> Iterator[Done]:
         listed = list(jobs)

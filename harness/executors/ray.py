@@ -13,6 +13,7 @@ import platform
 import re
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -90,16 +91,15 @@ class Ray(Crew):
         resource = "CPU" if device == CPU else "GPU"
         free = int(self.ray.available_resources().get(resource, 0))
         self.count = 0
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             if not free:
                 raise UserError(
                     f"the Ray cluster at {address} has no free {resource}; ray status shows what "
                     "it has and who uses it"
                 )
             self.team = [self._worker() for _ in range(min(free, count or free))]
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _connect(self, address: str) -> None:
         try:
