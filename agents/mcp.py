@@ -7,13 +7,12 @@ alone; what the run says goes to stderr. Torch-free.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from agents import run
 from agents.claude import secrets
 from agents.mcp_link import MCP
 from harness import cli
-from harness.arguments import count, positive, seed
+from harness.arguments import positive
 from harness.errors import UserError
 
 MINUTES = 120.0  # an agent thinks, too
@@ -26,25 +25,11 @@ def parser() -> argparse.ArgumentParser:
         description="Serve one run's tools to a coding agent over MCP (stdio): read, write a "
         "change, verify, bench, profile, submit.",
     )
-    p.add_argument("--target", help="what to make faster: decode-bs1, prefill-8x2048, ...")
-    p.add_argument(
-        "--model", default="beam", help="a known model, or the path of a model file (.py)"
-    )
-    p.add_argument("--preset", default="auto", help="a size of the model; auto picks by the device")
-    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    p.add_argument("--seed", type=seed, default=0, help="seed of weights and step inputs")
-    p.add_argument("--plan", metavar="FILE|RUN|auto|none", help="changes to begin with")
-    p.add_argument("--max-changes", type=count, help="end after so many submissions")
+    run.add_run(p)
     p.add_argument(
         "--budget-minutes",
         type=positive,
         help=f"end when so much time is used up; default {MINUTES:g}",
-    )
-    p.add_argument("--run-dir", type=Path, help="where to write; default runs/<date>-<target>")
-    p.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run that stopped")
-    p.add_argument("--other-card", action="store_true", help="with --resume: on another GPU")
-    p.add_argument(
-        "--require-sandbox", action="store_true", help="refuse if a protection is missing"
     )
     return p
 

@@ -36,16 +36,10 @@ def parser() -> argparse.ArgumentParser:
         description="Profile a model, propose fusions, check each against the reference, "
         "measure it, and keep what holds.",
     )
-    p.add_argument("--target", help="what to make faster: decode-bs1, prefill-8x2048, ...")
-    p.add_argument(
-        "--model", default="beam", help="a known model, or the path of a model file (.py)"
-    )
-    p.add_argument("--preset", default="auto", help="a size of the model; auto picks by the device")
-    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    add_run(p)
     p.add_argument(
         "--proposer", default="auto", help="auto, catalog, inductor, claude or replay:FILE"
     )
-    p.add_argument("--max-changes", type=count, help="stop after so many judged changes")
     p.add_argument("--budget-minutes", type=positive, help="stop when so much time is used up")
     p.add_argument(
         "--change",
@@ -56,17 +50,37 @@ def parser() -> argparse.ArgumentParser:
         help="try this change file first, after a sandboxed verdict; may be given again",
     )
     p.add_argument(
-        "--plan",
-        metavar="FILE|RUN|auto|none",
-        help="changes to begin with; auto, the default: those in optimized/plans/ for this model "
-        "and device",
-    )
-    p.add_argument(
         "--stall-minutes",
         type=positive,
         help="end a change that shows no progress for so long; default a quarter of the budget, "
         "at least 4",
     )
+    add_options(p)
+    options.add(p)
+    search.add(p)
+    workers.add(p)
+    storage.add(p)
+    p.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
+    p.add_argument("--json", action="store_true", help="print summary.json on stdout")
+    return p
+
+
+def add_run(p: argparse.ArgumentParser) -> None:
+    """What a run takes, whoever writes its changes."""
+    p.add_argument("--target", help="what to make faster: decode-bs1, prefill-8x2048, ...")
+    p.add_argument(
+        "--model", default="beam", help="a known model, or the path of a model file (.py)"
+    )
+    p.add_argument("--preset", default="auto", help="a size of the model; auto picks by the device")
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p.add_argument("--seed", type=seed, default=0, help="seed of weights and step inputs")
+    p.add_argument(
+        "--plan",
+        metavar="FILE|RUN|auto|none",
+        help="changes to begin with; auto, the default: those in optimized/plans/ for this model "
+        "and device",
+    )
+    p.add_argument("--max-changes", type=count, help="stop after so many judged changes")
     p.add_argument("--run-dir", type=Path, help="where to write; default runs/<date>-<target>")
     p.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run that stopped")
     p.add_argument(
@@ -79,15 +93,6 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run no change here before a sandboxed verdict; refuse if a protection is missing",
     )
-    p.add_argument("--seed", type=seed, default=0, help="seed of weights and step inputs")
-    add_options(p)
-    options.add(p)
-    search.add(p)
-    workers.add(p)
-    storage.add(p)
-    p.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
-    p.add_argument("--json", action="store_true", help="print summary.json on stdout")
-    return p
 
 
 def main(argv: list[str] | None = None) -> int:
