@@ -1,15 +1,11 @@
 """The main command: `python -m agents.run --target decode-bs1`."""
 
 import argparse
-import os
-import shutil
 import sys
-import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from agents import lock, search, storage, workers
+from agents import lock, search, start, storage, workers
 from agents.claude import options, secrets
 from agents.mcp_link import MCP
 from agents.pulse import Pulse
@@ -19,11 +15,6 @@ from harness.change_file import require_change
 from harness.errors import ExitCode, UserError
 from harness.ledger import Ledger
 from harness.policy import Policy, add_options, allowed
-from harness.records import SCHEMA
-
-if TYPE_CHECKING:
-    from agents.stack import Begun
-    from harness.workload import Workload
 
 DEFAULT_MINUTES = {"cpu": 4.7, "cuda": 60.0}
 WAITING = "waiting for the run's earlier process"
@@ -213,9 +204,9 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     workload.policy = Policy.allowing(allowed(a))
     workload.target(a.target)
-    require_compiler()
+    start.require_compiler()
     minutes = a.budget_minutes or DEFAULT_MINUTES[workload.device.type]
-    summary = describe(workload, a, minutes)
+    summary = start.describe(workload, a, minutes)
     if a.dry_run:
         print(summary)
         return ExitCode.DONE
@@ -226,7 +217,7 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
     new, standing = ledger is None, ""
     if ledger is None:
         begun = plan_for(a.plan or AUTO, workload)
-        ledger = start(a, workload, begun)
+        ledger = start.opened(a, workload, begun)
         standing = "" if begun is None else begun.describe()
     cli.set_cache_environment(ledger.directory / "cache")
     pulse.tell(directory=str(ledger.directory), budget=minutes)
@@ -282,71 +273,6 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
         return ExitCode.FOUND
     judged = any(e.kind == "attempt" and not e.data["control"] for e in ledger.events())
     return ExitCode.OUT_OF_BUDGET if reason == "budget" and not judged else ExitCode.DONE
-
-
-def require_compiler() -> None:
-    """Inductor compiles its CPU kernels, and Triton its launchers, with the machine's compiler."""
-    named = os.environ.get("CXX")
-    if named and not shutil.which(named):
-        raise UserError(f"CXX is {named!r}, no program on PATH; name a C++ compiler, or unset it")
-    if not named and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        raise UserError(
-            "no C++ compiler: neither CXX nor g++, clang++ or c++ on PATH; install one "
-            "(g++ in your system's packages), or set CXX"
-        )
-
-
-def describe(workload: "Workload", a: argparse.Namespace, minutes: float) -> str:
-    chosen = workload.target(a.target)
-    scale = "a toy, so its sizes are cut down; " if workload.toy else ""
-    scale += f"{workload.note}; " if workload.note else ""
-    return (
-        f"{workload.name} {workload.preset} on {workload.device.type}: "
-        f"{workload.weight_bytes / 2**30:.3g} GiB of weights; {scale}"
-        f"{chosen.name}: {chosen.describe()}; proposer {a.proposer}; {minutes:g} min"
-    )
-
-
-def start(a: argparse.Namespace, workload: "Workload", begun: "Begun | None") -> Ledger:
-    from agents.measure import DEFAULTS
-
-    default = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{a.target}"
-    ledger = Ledger.create(a.run_dir or default)
-    lock.take(ledger)
-    ledger.require_new()  # another process may have been faster
-    chosen = workload.target(a.target)
-    targets = {kind: workload.target(name) for kind, name in DEFAULTS.items()}
-    targets[chosen.kind] = chosen
-    words = storage.without(sys.argv[1:], a.storage)
-    program = MCP if a.proposer == MCP else "run"
-    ledger.append(
-        "run",
-        {
-            "schema": SCHEMA,
-            "target": a.target,
-            "model": a.model,
-            "preset": workload.preset,
-            **({"note": workload.note} if workload.note else {}),
-            "device": workload.device.type,
-            "proposer": a.proposer,
-            "seed": a.seed,
-            "options": {
-                "max_changes": a.max_changes,
-                "budget_minutes": a.budget_minutes,
-                **({"plan": begun.name} if begun else {}),
-                **({"require_sandbox": True} if a.require_sandbox else {}),
-                **({"allows": allowed(a)} if allowed(a) else {}),
-                **search.recorded(a),
-                **workers.recorded(a),
-                **storage.recorded(a),
-                **options.recorded(a),
-            },
-            **({"stands_on": begun.lines()} if begun else {}),
-            "workload": {kind: target.describe() for kind, target in targets.items()},
-            "command": " ".join([f"python -m agents.{program}", *words]),
-        },
-    )
-    return ledger
 
 
 if __name__ == "__main__":
