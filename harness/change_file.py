@@ -6,7 +6,7 @@ from pathlib import Path
 from harness.errors import UserError
 
 NAME = "CHANGE"
-HINT = 'README.md has an example under "Write a change"'
+HINT = 'optimized/README.md has an example, "A change file"'
 
 
 def require_change(path: Path) -> None:

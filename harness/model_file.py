@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from harness.errors import UserError
 from reference import models
 
-HINT = 'README.md says what a model file defines, under "Bring a model"'
+HINT = 'reference/README.md says what one defines, "A model file"'
 # (batch, tokens, context) of the calls that show whether it can be called at all: a prefill of two
 # sequences, and a decode.
 CALLS = (2, 4, 8), (1, 1, 8)

@@ -16,7 +16,7 @@ from tests.traces import made
 from traces.trace import save
 
 NAMES = "compare_kernels", "compare_runs", "explore_trace", "onboard_model"
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "optimized" / "README.md").read_text()
 TOY = ROOT / "tests" / "agents" / "toy_model.py"
 
 NORM = """import torch
@@ -144,7 +144,7 @@ def test_runs_of_one_work_get_the_findings_of_the_check(cpu_run: Path, tmp_path:
 
 @pytest.fixture
 def swiglu(tmp_path: Path) -> Path:
-    """The change file of the README."""
+    """The change file of optimized/README.md."""
     (code,) = re.findall(r"<!-- example: change -->\n```python\n(.*?)```", README, flags=re.DOTALL)
     path = tmp_path / "my_swiglu.py"
     path.write_text(code)

@@ -1,4 +1,4 @@
-"""The examples in README.md do what the README says."""
+"""The examples in the pages do what the pages say."""
 
 import re
 from pathlib import Path
@@ -12,13 +12,14 @@ from optimized.change import apply_change, share
 from tests.layout import ROOT
 
 README = (ROOT / "README.md").read_text()
+PAGES = "".join((ROOT / p / "README.md").read_text() for p in ("reference", "optimized"))
 
 
 @pytest.fixture
 def example(tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    """The path of a file that holds the README's example of this name."""
+    """The path of a file that holds the pages' example of this name."""
     pattern = rf"<!-- example: {request.param} -->\n```python\n(.*?)```"
-    (code,) = re.findall(pattern, README, flags=re.DOTALL)
+    (code,) = re.findall(pattern, PAGES, flags=re.DOTALL)
     path = tmp_path / f"my_{request.param}.py"
     path.write_text(code)
     return str(path)
