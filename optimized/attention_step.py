@@ -43,6 +43,7 @@ WEIGHTED_KEYS = {True: "qk_norm_scale", False: "qk_norm_rope"}
 WEIGHTLESS = {"attend": "attend", "gate": "output_norm_gate"}
 WEIGHTLESS_KEYS = {True: "qk_unit_norm", False: "qk_unit_norm_rope"}
 MAX_BATCH = 128
+MAX_COMBINED = 4096  # numerators that a block of the projection has in registers at once
 MAX_FUSED_SPLITS = 16  # more would have every block of the projection read too much
 
 
@@ -197,6 +198,12 @@ def row_tiles(outputs: int, width: int, knobs: StepKnobs) -> int:
     return max(1, min(wanted, most))
 
 
+def shares_at_once(splits: int, width: int) -> int:
+    """How many shares a block of the projection combines at a time beside the weights it holds."""
+    most = max(1, MAX_COMBINED // triton.next_power_of_2(width))
+    return min(triton.next_power_of_2(splits), most)
+
+
 def project(
     node: Any, sums: Tensor, stats: Tensor, splits: int, gate: Tensor, knobs: StepKnobs
 ) -> Tensor:
@@ -225,6 +232,7 @@ def project(
             DIM=dim,
             SPLITS=splits,
             SPLIT_BLOCK=triton.next_power_of_2(splits),
+            CHUNK=shares_at_once(splits, heads * dim),
             ROWS=knobs.rows,
             TILES=tiles,
             NORMED=normed,
@@ -299,6 +307,7 @@ def rank_cases(
         else:
             sizes |= {"H": heads, "HEADS": padded, "ROWS": knobs.rows}
             sizes |= {"TILES": row_tiles(outputs, padded * dim, knobs)}
+            sizes |= {"CHUNK": shares_at_once(knobs.splits, heads * dim)}
             found.append(case(gated_projection_kernel, knobs.row_warps, **sizes))
     return found
 

@@ -48,7 +48,7 @@ class AttentionKnobs:
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "AttentionKnobs":
-        block = 64 if shape["d"] <= 128 else 32
+        block = max(32, min(128, 8192 // shape["d"]))  # keys and values of 32 KB in flight
         most = triton.cdiv(shape["S"], block)
         splits = max(1, min(PROGRAMS // max(1, shape["B"] * shape["Hkv"]), most))
         return cls(warps=4, block=block, stages=2 if splits == most else 3, splits=splits)

@@ -291,13 +291,14 @@ def gated_projection_kernel(
     DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One sequence: its H heads, combined from `SPLITS` shares and gated, times `TILES` tiles of
-    `ROWS` rows of the weight, held in registers."""
+    """One sequence: its H heads, combined from `SPLITS` shares, `CHUNK` at a time, and gated, times
+    `TILES` tiles of `ROWS` rows of the weight, held in registers."""
     let_next_start(PDL)
     first = tl.program_id(0) * (ROWS * TILES)
     column = tl.arange(0, HEADS * DIM)
@@ -318,12 +319,19 @@ def gated_projection_kernel(
     highest = tl.load(stats_ptr + share * 2, mask=inside, other=HIDDEN)
     denominator = tl.load(stats_ptr + share * 2 + 1, mask=inside, other=0.0)
     dim = tl.arange(0, DIM)
-    sums = sums_ptr + share[:, :, None] * DIM + dim[None, None, :]
-    numerator = tl.load(sums, mask=inside[:, :, None], other=0.0)
     gate = tl.load(gate_ptr + head * DIM + dim[None, :], mask=head < H, other=0.0)
-    factor = exp_fp32(highest - tl.max(highest, axis=1)[:, None])
-    total = tl.sum(factor * denominator, axis=1)[:, None]
-    a = tl.sum(numerator * factor[:, :, None], axis=1) / tl.where(head < H, total, 1.0)
+    top = tl.max(highest, axis=1)[:, None]
+    total = tl.sum(exp_fp32(highest - top) * denominator, axis=1)[:, None]
+    a = tl.zeros([HEADS, DIM], tl.float32)
+    for start in tl.static_range(0, SPLIT_BLOCK, CHUNK):  # pyright: ignore[reportGeneralTypeIssues]
+        split = start + tl.arange(0, CHUNK)[None, :]
+        inside = (head < H) & (split < SPLITS)
+        share = head * SPLITS + split
+        factor = exp_fp32(tl.load(stats_ptr + share * 2, mask=inside, other=HIDDEN) - top)
+        sums = sums_ptr + share[:, :, None] * DIM + dim[None, None, :]
+        numerator = tl.load(sums, mask=inside[:, :, None], other=0.0)
+        a += tl.sum(numerator * factor[:, :, None], axis=1)
+    a = a / tl.where(head < H, total, 1.0)
     x = tl.reshape(_gated(a, gate, bias, eps, DIM, NORMED), [HEADS * DIM])
     for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
         row = first + i * ROWS + tl.arange(0, ROWS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optimized import attention_step
-from optimized.attention_step import CHANGE, StepKnobs
+from optimized.attention_step import CHANGE, StepKnobs, shares_at_once
 from reference.cache import LayerCache
 from reference.muse_spark import StepTables
 from reference.muse_spark_attention import Attention, Step
@@ -61,6 +61,21 @@ def test_other_knobs_and_many_shares(monkeypatch):
     assert_matches(node, args, knobs)
     monkeypatch.setattr(attention_step, "MAX_FUSED_SPLITS", 1)
     assert_matches(node, args, knobs)
+
+
+def test_shares_are_combined_a_few_at_a_time():
+    """Five shares, four at once: the last one alone."""
+    c = config(16, 2, 64)
+    node, args = attention(c, True), call(c, True, [79])
+    assert shares_at_once(5, 16 * 64) == 4
+    knobs = StepKnobs(warps=1, block=16, stages=1, splits=5, rows=4, row_warps=4)
+    assert_matches(node, args, knobs)
+
+
+def test_a_rank_of_muse_spark_projects_from_its_windows_shares():
+    """2048 positions on 2 KV heads of 64: no more shares than the projection combines itself."""
+    window = {"B": 1, "H": 16, "Hkv": 2, "d": 64, "S": 2048}
+    assert StepKnobs.heuristic(window).splits == attention_step.MAX_FUSED_SPLITS == 16
 
 
 @pytest.mark.parametrize("part", ["q_factor", "eps of the output norm"])
