@@ -19,8 +19,9 @@ MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKnobs:
     """Per kernel: `rows` of outputs a program, the `block` of the sum at a time, `warps`. The first
-    has `stages` of a pipelined loop, or 0 for an unrolled one; the second holds the weights of its
-    first `down_held` slots before the first is done."""
+    has `stages` of a pipelined loop, or 0 for an unrolled one, and a program for every tile of rows
+    or `up_programs` that loop over all tiles; the second holds the weights of its first `down_held`
+    slots before the first is done."""
 
     up_rows: int
     up_block: int
@@ -30,6 +31,7 @@ class ExpertsKnobs:
     down_block: int
     down_warps: int
     down_held: int
+    up_programs: int = 0
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "ExpertsKnobs":
@@ -53,7 +55,8 @@ class ExpertsKnobs:
             "up_rows": (1, 2, 4, 8),
             "up_block": (256, 512, 1024, 2048),
             "up_warps": (2, 4, 8),
-            "up_stages": (0, 2, 3, 4, 6),
+            "up_stages": (0, 2, 3, 4, 5, 6),
+            "up_programs": (0, 264, 396, 528, 660, 924),
             "down_rows": (2, 4, 8, 16),
             "down_block": (64, 128, 256, 512),
             "down_warps": (2, 4, 8),
@@ -70,6 +73,7 @@ class ExpertsKnobs:
         held = self.down_held * pieces * self.down_rows * self.down_block
         return (
             0 <= self.down_held <= shape["K"]
+            and (self.up_programs == 0 or self.up_programs > 0 and self.up_stages > 0)
             and staged <= MAX_STAGED
             and held <= MAX_HELD * 32 * self.down_warps
             and all(

@@ -27,6 +27,7 @@ from torch import Tensor
 from optimized.change import Change, Contract, Implementation
 from optimized.combine import weighted_sum
 from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs
+from optimized.experts_up import experts_up_kernel, experts_up_loop_kernel
 from optimized.grouped_experts import GroupedKnobs, grouped_experts
 from optimized.triton_support import (
     OfflineCase,
@@ -35,69 +36,7 @@ from optimized.triton_support import (
     outside_domain,
     previous_is_done,
     row_stride,
-    silu_fp32,
 )
-
-
-@triton.jit
-def _multiply(
-    x_row,
-    gate_rows,
-    first,
-    in_rows,
-    gates,
-    ups,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Add the products of columns `first` and on to the sums of gate and up rows."""
-    column = first + tl.arange(0, BLOCK)[None, :]
-    inside = column < D
-    x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32).broadcast_to(ROWS, BLOCK)
-    inside = inside & in_rows
-    gate = tl.load(gate_rows + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_rows + F * D + column, mask=inside, other=0.0).to(tl.float32)
-    return tl.fma(gate, x, gates), tl.fma(up, x, ups)
-
-
-@triton.jit
-def experts_up_kernel(
-    x_ptr,
-    experts_ptr,
-    weight_ptr,
-    hidden_ptr,
-    x_stride,
-    TOP_K: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """`STAGES` of a pipelined loop over D, or 0 for an unrolled one."""
-    previous_is_done(PDL)
-    let_next_start(PDL)  # only now: the next kernel reads what this one has waited for
-    pair = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    in_rows = (row < F)[:, None]
-    x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_stride
-    expert = tl.load(experts_ptr + pair)
-    gate_rows = weight_ptr + expert * (2 * F * D) + row[:, None] * D
-    # Both sums in one loop: the loads of the second need not wait until the first is reduced.
-    gates, ups = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
-    if STAGES == 0:
-        for first in tl.static_range(0, D, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
-            gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
-    else:
-        for first in tl.range(0, D, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-            gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
-    gate, up = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
-    gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
-    hidden = (silu_fp32(gate) * up).to(tl.bfloat16)
-    tl.store(hidden_ptr + pair * F + row, hidden, mask=row < F)
 
 
 @triton.jit
@@ -208,22 +147,15 @@ def few(
     out = torch.empty((len(experts), width), dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
-    launch(
-        experts_up_kernel,
-        (pairs, triton.cdiv(inner, chosen.up_rows)),
-        x,
-        experts,
-        node.gate_up_proj,
-        hidden,
-        x.stride(0),
-        TOP_K=top_k,
-        D=width,
-        F=inner,
-        ROWS=chosen.up_rows,
-        BLOCK=chosen.up_block,
-        STAGES=chosen.up_stages,
-        num_warps=chosen.up_warps,
-    )
+    tiles = triton.cdiv(inner, chosen.up_rows)
+    blocks: dict[str, Any] = {"TOP_K": top_k, "D": width, "F": inner, "ROWS": chosen.up_rows}
+    blocks |= {"BLOCK": chosen.up_block, "STAGES": chosen.up_stages, "num_warps": chosen.up_warps}
+    given = x, experts, node.gate_up_proj, hidden, x.stride(0)
+    if chosen.up_programs:
+        grid = (min(chosen.up_programs, pairs * tiles),)
+        launch(experts_up_loop_kernel, grid, *given, pairs, **blocks)
+    else:
+        launch(experts_up_kernel, (pairs, tiles), *given, **blocks)
     launch(
         experts_down_kernel,
         (len(experts), triton.cdiv(width, chosen.down_rows)),
@@ -248,13 +180,12 @@ def few(
 def offline_cases() -> list[OfflineCase]:
     """Beam whole, and on one of two and one of eight tensor-parallel ranks."""
     up = dict.fromkeys(("x_ptr", "weight_ptr", "hidden_ptr"), "*bf16")
-    up |= {"experts_ptr": "*i64", "x_stride": "i32:16"}
+    up |= {"experts_ptr": "*i64", "x_stride": "i32:16", "pairs": "i32"}
     up |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK", "STAGES"), "constexpr")
     down = dict.fromkeys(("hidden_ptr", "weight_ptr", "out_ptr"), "*bf16")
     down |= {"weights_ptr": "*fp32", "experts_ptr": "*i64", "weights_stride": "i32"}
     down |= {"scale": "fp32"}
     down |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK", "HELD"), "constexpr")
-    up = {name: up[name] for name in experts_up_kernel.arg_names if name in up}
     down = {name: down[name] for name in experts_down_kernel.arg_names if name in down}
     cases = []
     for inner in (320, 1280, 2560):
@@ -262,7 +193,9 @@ def offline_cases() -> list[OfflineCase]:
         sizes = {"TOP_K": 8, "D": 5120, "F": inner}
         values = {**sizes, "ROWS": knobs.up_rows, "BLOCK": knobs.up_block}
         values["STAGES"] = knobs.up_stages
-        cases.append(OfflineCase(experts_up_kernel, up, values, knobs.up_warps))
+        for kernel in (experts_up_kernel, experts_up_loop_kernel):
+            types = {name: up[name] for name in kernel.arg_names if name in up}
+            cases.append(OfflineCase(kernel, types, values, knobs.up_warps))
         values = {**sizes, "ROWS": knobs.down_rows, "BLOCK": knobs.down_block}
         values["HELD"] = knobs.down_held
         cases.append(OfflineCase(experts_down_kernel, down, values, knobs.down_warps))

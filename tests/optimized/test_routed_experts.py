@@ -128,6 +128,18 @@ def test_weights_held_ahead_change_nothing(held):
     assert same_bits(found, run_triton(CHANGE, reference, x, shares(experts), experts))
 
 
+@pytest.mark.parametrize(("tokens", "programs"), [(1, 3), (2, 64)])
+def test_programs_that_loop_over_tiles_change_nothing(tokens, programs):
+    reference, x, experts = node(8, 160, 20), bf16(tokens, 160), choices(tokens, 2, 8)
+    start = ExpertsKnobs.heuristic({"P": 2 * tokens, "K": 2, "D": 160, "F": 20})
+    start = replace(start, up_rows=8, up_block=64)
+    found, alone = (
+        run_triton(CHANGE, reference, x, shares(experts), experts, knobs=knobs)
+        for knobs in (replace(start, up_programs=programs), start)
+    )
+    assert same_bits(found, alone) and found.abs().sum() > 0
+
+
 def test_a_sorts_first_columns_are_many_pairs_choice_too():
     reference, x, experts = node(8, 64, 32), bf16(40, 64), choices(40, 4, 8)
     experts = torch.cat((experts, experts), dim=1)[:, :4]
