@@ -5,17 +5,18 @@ from typing import Any
 
 import torch
 
+from agents import other_targets
 from agents.certificates import compile_kept
 from agents.session import LAYERS_PER_KIND, Session
 from harness import judge, seeds
 from harness.errors import UserError
-from harness.workload import TARGETS
 
 ALL_LAYERS_S = 150.0  # so much of the budget left, and every layer of the result is judged
 
 
-def finish(session: Session) -> None:
-    """The closing trace, verdict and times of the model as it stands, as far as not done."""
+def finish(session: Session, others: str = other_targets.AUTO) -> None:
+    """The closing trace, verdict and times of the model as it stands, as far as not done; then each
+    kept change at the run's other targets, as `others` says."""
     done = session.history.since_last_attempt()
     if "layers" not in done:
         session.profile("after")
@@ -33,11 +34,15 @@ def finish(session: Session) -> None:
             final |= {"pairs": pairs.to_json(), "audit": audit.to_json()}
             if audit.reason is not None:
                 session.progress.done(f"the result's audit failed: {audit.reason}", "red")
-        final |= {"other_targets": time_other_targets(session), "floors_us": session.floors_us()}
+        final["floors_us"] = session.floors_us()
+        session.rebase()  # what follows needs the memory
+        session.measure.forget()
+        final["other_targets"] = time_other_targets(session)
         session.ledger.append("final", final)
     if any(attempt.backend == "triton" for attempt in session.history.kept):
         session.progress.stage("compiling the kept kernels for each target, without a GPU")
         compile_kept(session.ledger)
+    other_targets.time_changes(session, others)
 
 
 def judge_result(session: Session) -> None:
@@ -59,13 +64,10 @@ def judge_result(session: Session) -> None:
 
 
 def time_other_targets(session: Session) -> dict[str, Any]:
-    """The targets that no change was measured on, for the reference and for the result; a text
+    """The targets that no change was decided on, for the reference and for the result; a text
     where one cannot be run."""
     found: dict[str, Any] = {}
-    measured = {target.name for target in session.measure.targets.values()}
-    for name in TARGETS:
-        if name in measured:
-            continue
+    for name in session.measure.others:
         for who, model in (("reference", session.reference), ("result", session.current)):
             key = f"{name}, {who}"
             if session.budget.left_s <= 0:

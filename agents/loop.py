@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agents import controls
+from agents import controls, other_targets
 from agents.ahead import Ahead
 from agents.budget import BudgetSpent
 from agents.calls import caller
@@ -43,16 +43,18 @@ class Loop:
         require_sandbox: bool = False,
         options: Options | None = None,
         limits: Limits | None = None,
+        others: str = other_targets.AUTO,
     ) -> None:
         """Change files `given` are tried first. Neither they nor what a model writes (`options`)
         nor, with `require_sandbox`, any candidate runs here before a worker's verdict. `limits` say
-        when the search ends by itself."""
+        when the search ends by itself, `others` whether kept changes are timed at the targets that
+        they were not decided on, or nothing else is done."""
         self.session, self.require_sandbox = session, require_sandbox
         self.gate: Gate | None = None
         rest = make_proposer(proposer, Desk(session, self.open_gate), options)
         self.agent = agent_in(rest)
         self.proposer = Given(given, rest, self.look)
-        self.max_changes, self.limits = max_changes, limits or Limits()
+        self.max_changes, self.limits, self.others = max_changes, limits or Limits(), others
         self.workload, self.ledger = session.workload, session.ledger
         self.history, self.progress = session.history, session.progress
         self.trial = Trial(session, self.open_gate)
@@ -61,17 +63,22 @@ class Loop:
     def run(self) -> str:
         """Work; returns why it ended: "done", "budget", "plateau" or "floor"."""
         reason, why = "done", None
+        only = self.others == other_targets.ONLY
         try:
-            if self.agent is not None:
+            if self.agent is not None and not only:
                 self.agent.connect()
             if self.require_sandbox or self.agent is not None:  # before all else: may be refused
                 self.open_gate()
                 give_up_rights(self.ledger, self.progress.done)
+            ended = self.ledger.last("stopped") or {"reason": "interrupted"}
             self.session.prepare()
-            self.offer_controls()
-            if (stop := self.search()) is not None:
-                reason, why = stop.reason, stop.why
-                self.progress.done(f"{reason}: {why}", "yellow")
+            if only:
+                reason, why = ended["reason"], ended.get("why")
+            else:
+                self.offer_controls()
+                if (stop := self.search()) is not None:
+                    reason, why = stop.reason, stop.why
+                    self.progress.done(f"{reason}: {why}", "yellow")
         except BudgetSpent as spent:
             reason, why = "budget", str(spent)
             self.progress.done(f"budget: {why}", "yellow")
@@ -80,7 +87,7 @@ class Loop:
                 if opened is not None:
                     opened.close()
         if self.history.changes_judged:
-            finish(self.session)
+            finish(self.session, self.others)
         self.ledger.append("stopped", {"reason": reason, "why": why})
         return reason
 

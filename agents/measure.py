@@ -1,11 +1,13 @@
 """The two measurements every change gets, one decode step and one prefill, and the trace."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import nn
 
 from agents.budget import Budget
@@ -21,7 +23,7 @@ from harness.bench import (
 )
 from harness.errors import UserError
 from harness.records import Audit, AuditedCall, Latency, Timing
-from harness.workload import StepInputs, Target, Workload, free_bytes
+from harness.workload import TARGETS, StepInputs, Target, Workload, free_bytes
 from traces.capture import Trace, capture
 
 DECODE, PREFILL = "decode", "prefill"
@@ -30,6 +32,7 @@ DEFAULTS = {DECODE: "decode-bs1", PREFILL: "prefill-8x2048"}
 # What share of the budget one measurement of each kind may take, and at most how many seconds.
 SHARES = {DECODE: (0.02, 2.0), PREFILL: (0.006, 3.0)}
 AA_FACTOR = 3.0  # A/A runs get this many times the seconds of one measurement
+IN_SHORT_S = 0.15
 MIN_PAIRS = {DECODE: 5, PREFILL: 3}  # rounds of base, candidate, candidate, base
 
 
@@ -161,20 +164,56 @@ class Measure:
         mode = default_mode(self.workload.device) if self.kind == DECODE else "eager"
         return capture(model, self.inputs(self.kind), path=path, mode=mode)
 
-    def other_target(self, name: str, model: nn.Module) -> Timing:
-        """`model` on a target that is neither of the run's two; UserError if it does not fit."""
+    def forget(self) -> None:
+        """Give up the inputs of both steps, whose KV caches take gigabytes, until they are needed
+        again."""
+        self._inputs.clear()
+        give_back(self.workload.device)
+
+    @property
+    def others(self) -> dict[str, Target]:
+        """The targets that are neither of the run's two, by name."""
+        measured = {target.name for target in self.targets.values()}
+        return {name: self.workload.target(name) for name in TARGETS if name not in measured}
+
+    def other_inputs(self, name: str) -> StepInputs:
+        """Of a target that is neither of the run's two; UserError if its KV cache does not fit."""
+        give_back(self.workload.device)
         target = self.workload.target(name)
         needed, free = self.workload.cache_bytes(target), free_bytes(self.workload.device)
         if needed > free:
             raise UserError(
                 f"its KV cache needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
             )
-        mode = default_mode(self.workload.device) if target.kind == DECODE else "eager"
-        with Step(model, self.workload.inputs(target, seed=self.workload.seed), mode) as step:
-            return time_step(step, budget_s=self.seconds(target.kind, factor=0.5))
+        return self.workload.inputs(target, seed=self.workload.seed)
 
-    def run_decode(self, model: nn.Module) -> Callable[[], object]:
-        return lambda: model(*self.inputs(DECODE).args)
+    def other_step(self, name: str, model: nn.Module, inputs: StepInputs) -> Step:
+        """`model` ready to be timed on it, as `steps` has it; UserError if its graph does not
+        fit."""
+        decode = self.workload.target(name).kind == DECODE
+        return Step(model, inputs, default_mode(self.workload.device) if decode else "eager")
+
+    def other_target(self, name: str, model: nn.Module) -> Timing:
+        """`model` on a target that is neither of the run's two; UserError if it does not fit."""
+        kind = self.workload.target(name).kind
+        with self.other_step(name, model, self.other_inputs(name)) as step:
+            return time_step(step, budget_s=self.seconds(kind, factor=0.5))
+
+    def run(self, kind: str, model: nn.Module) -> Callable[[], object]:
+        return lambda: model(*self.inputs(kind).args)
+
+    def in_short_us(self, model: nn.Module, kind: str) -> float:
+        """One step's time, to tell launch knobs apart."""
+        mode = default_mode(self.workload.device) if kind == DECODE else "eager"
+        with Step(model, self.inputs(kind), mode) as step:
+            return time_step(step, budget_s=IN_SHORT_S).median_us
+
+
+def give_back(device: torch.device) -> None:
+    """What PyTorch keeps of a card's memory and does not use, so that it counts as free."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def places(model: nn.Module) -> list[int]:

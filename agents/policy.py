@@ -47,27 +47,19 @@ def decide(
     if audit is not None and audit.reason is not None:
         return Decision(status=Status.REJECTED, reason=f"audit: {audit.reason}")
     gain = measured.pop(target)
-    if not is_faster(gain):
+    if not gain.is_faster:
         return Decision(status=Status.REJECTED, reason=_not_faster(target, gain))
     for name, pair in measured.items():
-        if is_slower(pair):
+        if pair.is_slower:
             return Decision(
                 status=Status.REJECTED,
                 reason=f"{name} got slower by {_figures(pair, sign=-1)}, although {target} "
                 f"gained {gain.gain_us:.1f} us",
             )
+    others = " and ".join(measured)
     return Decision(
-        status=Status.KEPT, reason=f"{target} gained {_figures(gain)}; nothing got slower"
+        status=Status.KEPT, reason=f"{target} gained {_figures(gain)}; {others} got no slower"
     )
-
-
-def is_faster(pair: Paired) -> bool:
-    """Whether the gain is beyond the smallest detectable effect, and its interval above zero."""
-    return pair.gain_us > pair.mde_us and pair.gain_interval_us[0] > 0
-
-
-def is_slower(pair: Paired) -> bool:
-    return pair.gain_us < -pair.mde_us and pair.gain_interval_us[1] < 0
 
 
 def _figures(pair: Paired, sign: int = 1) -> str:
@@ -79,6 +71,6 @@ def _figures(pair: Paired, sign: int = 1) -> str:
 
 
 def _not_faster(target: str, pair: Paired) -> str:
-    if is_slower(pair):
+    if pair.is_slower:
         return f"{target} got slower by {_figures(pair, sign=-1)}"
     return f"{target} gained no more than noise: {_figures(pair)}"

@@ -5,7 +5,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from agents import lock, search, start, storage, workers
+from agents import lock, other_targets, search, start, storage, workers
 from agents.claude import options, secrets
 from agents.mcp_link import MCP
 from agents.pulse import Pulse
@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add_options(p)
     options.add(p)
     search.add(p)
+    other_targets.add(p)
     workers.add(p)
     storage.add(p)
     p.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
@@ -141,6 +142,7 @@ def check(a: argparse.Namespace) -> None:
         require_change(file)
     options.check(a)
     search.check(a)
+    other_targets.check(a)
     workers.check(a)
     if a.resume is None:
         storage.check(a, confined=confined(a))
@@ -200,7 +202,8 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
     from reports.write import write_reports
 
     require_known(a.proposer)
-    limits = options.of(a)
+    only = a.other_targets == other_targets.ONLY
+    limits = None if only else options.of(a)  # which needs a key
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     workload.policy = Policy.allowing(allowed(a))
     workload.target(a.target)
@@ -249,6 +252,7 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
             require_sandbox=a.require_sandbox,
             options=limits,
             limits=search.limits(a),
+            others=a.other_targets,
         )
         reason = loop.run()
     except KeyboardInterrupt:

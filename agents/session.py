@@ -29,7 +29,7 @@ from harness.records import Ceilings, Environment, Latency, Paired, Timing
 from harness.weights import Weights
 from harness.workload import TARGETS, Workload
 from optimized.change import share
-from optimized.plan import Plan, apply_enabled
+from optimized.plan import Enabled, Plan, apply_enabled
 from traces.kernels import aggregate, kernel_rows
 from traces.layers import layer_map
 from traces.opportunities import Opportunity, opportunities
@@ -195,8 +195,12 @@ class Session:
         """The model with all that the run stands on and that was kept."""
         model = share(self.reference)
         for line in stack(self.ledger):
-            apply_enabled(model, line if self.guards else replace(line, domain=None))
+            self.enable(model, line)
         return model
+
+    def enable(self, model: nn.Module, line: Enabled) -> list[str]:
+        """Apply a line of a plan to `model` as changes are timed; the replaced nodes' names."""
+        return apply_enabled(model, line if self.guards else replace(line, domain=None))
 
     @cached_property
     def base(self) -> Steps:
@@ -204,9 +208,11 @@ class Session:
         return self.measure.steps(self.current)
 
     def rebase(self) -> None:
-        """Make `base` ready again, after its weights were moved."""
-        self.base.close()
-        del self.base
+        """Make `base` ready again when it is next needed: its weights were moved, or its memory is
+        needed for something else."""
+        if "base" in vars(self):
+            self.base.close()
+            del self.base
 
     def calibrate(self) -> None:
         """Find the smallest effect that this machine can tell from none, on `base`.

@@ -61,6 +61,16 @@ class Paired(Record):
     pairs: int
     base_interval_us: tuple[float, float] | None = None  # as the candidate's; older ledgers lack it
 
+    @property
+    def is_faster(self) -> bool:
+        """Whether the gain is beyond the smallest detectable effect, and its interval above 0."""
+        return self.gain_us > self.mde_us and self.gain_interval_us[0] > 0
+
+    @property
+    def is_slower(self) -> bool:
+        """The same for a loss."""
+        return self.gain_us < -self.mde_us and self.gain_interval_us[1] < 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Latency(Record):

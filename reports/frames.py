@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.records import Attempt, Paired, Timing, Verdict
+from harness.records import Attempt, Paired, Status, Timing, Verdict
 from reports.run import KINDS, Run
 
 TEXT, REAL, WHOLE, TRUTH = "string", "Float64", "Int64", "boolean"
@@ -43,17 +43,22 @@ LATENCY = {
 SAMPLES = {
     "index": WHOLE, "name": TEXT, "kind": TEXT, "pair": WHOLE, "side": TEXT, "time_us": REAL,
 }  # fmt: skip
+OTHERS = {
+    "index": WHOLE, "name": TEXT, "target": TEXT, "step": TEXT, **dict.fromkeys(PAIR, REAL),
+    "pairs": WHOLE, "calls": WHOLE, "declined": WHOLE, "absent": TEXT,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frames:
-    """The five tables of one run."""
+    """The six tables of one run."""
 
     changes: pd.DataFrame  # one row a change: CHANGES; gains are of the run's target
     attempts: pd.DataFrame  # one row an attempt, controls too: ATTEMPTS; both kinds of step
     kernels: pd.DataFrame  # the target's step in launch order, before and after: KERNELS
     latency: pd.DataFrame  # every timing of a model, in the order taken: LATENCY
     samples: pd.DataFrame  # every single sample of an attempt's pairs: SAMPLES
+    others: pd.DataFrame  # each kept change at each other target: OTHERS
 
 
 def frames(run: Run | Path | str) -> Frames:
@@ -65,6 +70,7 @@ def frames(run: Run | Path | str) -> Frames:
         kernels=_frame(KERNELS, _kernels(run)),
         latency=_frame(LATENCY, _latency(run)),
         samples=_frame(SAMPLES, _samples(run)),
+        others=_frame(OTHERS, _others(run)),
     )
 
 
@@ -163,6 +169,16 @@ def _samples(run: Run) -> Iterable[dict[str, Any]]:
                 for side, us in zip(SIDES, times, strict=True):
                     yield {"index": attempt.index, "name": attempt.name, "kind": kind,
                            "pair": pair, "side": side, "time_us": us}  # fmt: skip
+
+
+def _others(run: Run) -> Iterable[dict[str, Any]]:
+    for attempt in run.changes(Status.KEPT):
+        for row in run.others.rows(attempt.index):
+            fields = {name: getattr(row, name) for name in OTHERS if hasattr(row, name)}
+            counts = {"calls": row.calls or None, "declined": row.declined if row.calls else None}
+            pairs = row.pairs.pairs if row.pairs else None
+            yield {"index": attempt.index, "name": attempt.name, **fields, **counts,
+                   **_pair(row.pairs), "pairs": pairs}  # fmt: skip
 
 
 def _timing(timing: Timing) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.certificate import ROOT, Certificate, imported
-from harness.records import Paired, PointReport, Timing
+from harness.records import Attempt, Paired, PointReport, Timing
 from reports import drift, figures, spending, text
+from reports.other_targets import Row
 from reports.pr_bundle import Bundle, Kept, bundles, proposal_of, write_bundle
 from reports.pr_record import Compiled, Kernel, compiled
 from reports.render import environment
@@ -30,7 +31,10 @@ def page(run: Run, bundle: Bundle) -> str:
         proposal=proposal_of(run, kept.attempt),
         hypothesis=run.hypothesis(kept.attempt),
         kinds=KINDS,
+        reason=reason(run, kept.attempt),
         rows=step_rows(run, kept.attempt.latency),
+        others=run.others.rows(kept.attempt.index),
+        slower=slower,
         whole=whole_rows(run),
         promise=(promised := promise(kept.certificate, region.points if region else ())),
         roundings=roundings(promised),
@@ -45,6 +49,24 @@ def page(run: Run, bundle: Bundle) -> str:
         domain=region.domain if region else None,
         commit=kept.environment.git_commit,
         spent=spending.of_attempt(run, kept.attempt),
+    )
+
+
+def reason(run: Run, attempt: Attempt) -> str:
+    """Why it was kept; an older ledger's "nothing" was the one step that is not the target's."""
+    other = run.kinds[1]
+    return attempt.reason.replace("; nothing got slower", f"; {other} got no slower")
+
+
+def slower(row: Row) -> str:
+    """decode 8 x 1 token(s), context 250, 10.00 → 10.50 ms, by 0.500 ms [0.400, 0.600] ms"""
+    p = row.pairs
+    assert p is not None and p.is_slower
+    low, high = p.gain_interval_us
+    lost = text.estimate(-p.gain_us, (-high, -low))
+    return (
+        f"{row.step}, {text.path(p.base_us, p.candidate_us)}, by {lost} (smallest detectable "
+        f"effect {text.time(p.mde_us, 3)})"
     )
 
 
@@ -70,7 +92,11 @@ def whole_rows(run: Run) -> list[tuple[str, Timing | str, Timing | str]]:
         target, _, side = name.partition(", ")
         sides.setdefault(target, {})[side] = timing
     absent = "not measured"
-    rows += [(t, s.get("reference", absent), s.get("result", absent)) for t, s in sides.items()]
+    steps = run.others.steps
+    rows += [
+        (steps.get(t, t), s.get("reference", absent), s.get("result", absent))
+        for t, s in sides.items()
+    ]
     return rows
 
 

@@ -24,6 +24,7 @@ from harness.records import (
     Timing,
     Verdict,
 )
+from reports.other_targets import LEFT, PAIRS, STEPS, OtherTargets
 from reports.parts import Header, Kernels, Measured
 from reports.rounds import Evaluated
 from reports.spending import Spending
@@ -60,6 +61,7 @@ class Run:
     measured: list[Measured] = field(default_factory=list)
     final: Measured | None = None
     closing_verdict: Verdict | None = None  # on every layer of the model as it ended
+    others: OtherTargets = field(default_factory=OtherTargets)  # kept changes at other targets
     protections: tuple[Protection, ...] = ()  # of the sandbox, if candidates were judged in one
     own_process: tuple[Protection, ...] = ()  # what holds where accepted candidates are timed
     samples: dict[int, Samples] = field(default_factory=dict)  # of pairs, by attempt and kind
@@ -312,6 +314,10 @@ def _resumed(run: Run, data: dict[str, Any]) -> None:
     run.stopped = run.stopped_why = run.in_progress = None
 
 
+def _others(kind: str) -> Callable[[Run, dict[str, Any]], None]:
+    return lambda run, data: run.others.add(kind, data)
+
+
 _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
     "environment": _environment,
     "ceilings": _ceilings,
@@ -330,6 +336,7 @@ _READERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
     "measured": _measured,
     "model_verdict": _model_verdict,
     "final": _final,
+    **{kind: _others(kind) for kind in (STEPS, PAIRS, LEFT)},
     "samples": _samples,
     "fingerprint": _fingerprint,
     "agent_spent": _spent,

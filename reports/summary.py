@@ -93,7 +93,21 @@ def _change(run: Run, attempt: Attempt) -> dict[str, Any]:
             "model": attempt.model_verdict.to_json() if attempt.model_verdict else None,
         },
         "audit": attempt.audit.to_json() if attempt.audit else None,
+        "other_targets": _others(run, attempt),
         **({"spent": spending.document(spent)} if spent else {}),
+    }
+
+
+def _others(run: Run, attempt: Attempt) -> dict[str, Any]:
+    """Of a kept change, by target; {} for others, and where the ledger does not say."""
+    if attempt.status is not Status.KEPT:
+        return {}
+    return {
+        row.target: {
+            "step": row.step,
+            **({"absent": row.absent} if row.pairs is None else row.pairs.to_json()),
+        }
+        for row in run.others.rows(attempt.index)
     }
 
 

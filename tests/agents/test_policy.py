@@ -2,7 +2,7 @@
 
 import pytest
 
-from agents.policy import decide, is_faster, is_slower
+from agents.policy import decide
 from harness.records import Audit, AuditedCall, Clocks, Latency, Paired, Status, Verdict
 
 NO_FLOORS: dict[str, float | None] = {"decode": None, "prefill": None}
@@ -126,4 +126,4 @@ def test_a_failed_model_verdict_refuses_a_gain():
 
 def test_faster_and_slower_exclude_each_other():
     for gain in (-10.0, -1.0, 0.0, 1.0, 10.0):
-        assert not (is_faster(pair(gain)) and is_slower(pair(gain)))
+        assert not (pair(gain).is_faster and pair(gain).is_slower)
