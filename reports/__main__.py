@@ -15,7 +15,7 @@ from reports.files import write_text
 from reports.run import Run
 from reports.write import write_pictures
 
-WRITERS = {"html": (page.NAME, page.page), "md": (markdown.NAME, markdown.markdown)}
+NAMES = {"html": page.NAME, "md": markdown.NAME}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m reports", description="Write the report of a run from its ledger."
     )
     commands = p.add_subparsers(dest="command", required=True)
-    for command, (name, _) in WRITERS.items():
+    for command, name in NAMES.items():
         sub = commands.add_parser(command, help=f"write {name}")
         sub.add_argument("run", type=Path, metavar="RUN", help="a run directory of agents.run")
         sub.add_argument(
@@ -76,8 +76,9 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"{arguments.run} has neither times nor traced layers to draw yet")
         print(*paths, sep="\n")
         return ExitCode.DONE
-    name, write = WRITERS[arguments.command]
-    print(write_text(arguments.output or arguments.run / name, write(run)))
+    output = arguments.output or arguments.run / NAMES[arguments.command]
+    html = arguments.command == "html"
+    print(write_text(output, page.page(run, output.parent) if html else markdown.markdown(run)))
     return ExitCode.DONE
 
 

@@ -74,7 +74,7 @@ def _draw(axes, path: list[Step], baselines: list[tuple[str, float]]) -> None:
             ha="left",
             va="center",
             color=MUTED,
-            fontsize=8,
+            fontsize=9,
         )
     axes.step(
         edges,
@@ -125,8 +125,7 @@ def _mark(axes, at: int, step: Step, level: float, scale: float) -> None:
 
 
 def _frame(axes, path: list[Step], values: list[float], unit: str) -> None:
-    span = (max(values) - min(values)) or max(values)
-    axes.set_ylim(max(0.0, min(values) - 0.25 * span), max(values) + 0.2 * span)
+    axes.set_ylim(0.0, 1.12 * max(values))  # from zero: a step down is as tall as it is worth
     axes.set_xlim(-0.5, len(path) - 0.5)
     every = -(-len(path) // 16)  # at most sixteen labels, so that they stay apart
     axes.set_xticks(range(0, len(path), every), [s.label for s in path[::every]])

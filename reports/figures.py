@@ -13,11 +13,10 @@ from harness.records import (
     Paired,
     PointReport,
     Status,
-    StepBudget,
     Timing,
     Verdict,
 )
-from reports.run import Kernels, Run
+from reports.run import Run
 
 NOT_VISIBLE = "not visible"
 BASELINE_TITLES = {
@@ -181,64 +180,6 @@ def layer_pairs(run: Run) -> list[LayerPair]:
         )
         for kind, side in sides.items()
     ]
-
-
-def step_budget(kernels: Kernels) -> StepBudget | None:
-    """Where a profiled step's time goes; None without floors.
-
-    Ledgers that lack it hold sums by source line, whose kernels are taken to follow each other.
-    """
-    if kernels.budget is not None or not kernels.rows:
-        return kernels.budget
-    if all(row.floor_us is None for row in kernels.rows):
-        return None
-    known = [(row.time_us, row.floor_us) for row in kernels.rows if row.floor_us is not None]
-    unknown = sum(row.time_us for row in kernels.rows if row.floor_us is None)
-    gaps = sum(row.gap_us or 0.0 for row in kernels.rows)
-    return StepBudget(
-        step_us=time_us(kernels.rows) + gaps,
-        bound_us=sum(min(us, floor) for us, floor in known),
-        gap_us=gaps,
-        rest_us=sum(max(0.0, us - floor) for us, floor in known),
-        unknown_us=unknown,
-        hidden_us=0.0,
-        kernels=launches(kernels.rows),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BudgetLine:
-    """One part of a step, before and after; None where the step was not traced."""
-
-    part: str
-    before_us: float | None
-    after_us: float | None
-
-
-WHOLE = "together: the profiled step"
-PARTS = (
-    ("bound_us", "bytes and operations, at the measured ceilings"),
-    ("gap_us", "launch gaps: nothing ran"),
-    ("rest_us", "ramps, waiting for the kernel before, work beyond the floor"),
-    ("unknown_us", "kernels whose bytes are not known"),
-    ("step_us", WHOLE),
-    ("hidden_us", "besides, hidden behind other kernels"),
-)
-
-
-def budget_lines(run: Run) -> list[BudgetLine]:
-    """The parts of a step of the target that are not nothing, whole step included."""
-    sides = {when: step_budget(kernels) for when, kernels in run.kernels.items()}
-    before, after = sides.get("before"), sides.get("after")
-    lines = [
-        BudgetLine(
-            part=words,
-            before_us=None if before is None else round(getattr(before, name), 3),
-            after_us=None if after is None else round(getattr(after, name), 3),
-        )
-        for name, words in PARTS
-    ]
-    return [line for line in lines if line.before_us or line.after_us]
 
 
 def launches(rows: Sequence[KernelRow]) -> int:

@@ -2,16 +2,16 @@
 
 from harness.records import Status
 from reports import text
-from reports.figures import WHOLE, BudgetLine, Prediction, predictions
+from reports.budget import WHOLE, Part
+from reports.figures import Prediction, predictions
 from reports.run import Run
 from reports.svg import Canvas, ticks
 
 WIDTH, SMALL = 440, 12
-ROW, FOOT = 34, 24
+ROW, NAME, FOOT = 36, 17, 24
 LEFT, RIGHT = 8, 8
+SLIT = 1  # between two parts, so that each can be seen
 COLOURS = {Status.KEPT: "kept", Status.REJECTED: "rejected", Status.FAILED: "failed"}
-# The parts of a step in the order drawn, by the first word of their line in the table.
-PARTS = {"bytes": "kept", "launch": "rejected", "ramps,": "faint", "kernels": "muted"}
 
 
 def fit(run: Run) -> str | None:
@@ -31,7 +31,9 @@ def fit(run: Run) -> str | None:
     canvas = Canvas(WIDTH, "Predicted and realised gain of each change")
     bottom = ROW * len(rows)
     for value in ticks(high):
-        canvas.line([(x(value), 0), (x(value), bottom)], "muted" if value == 0 else "rule")
+        for at in range(len(rows)):  # beside the marks only: names stand free
+            ends = [(x(value), float(at * ROW + NAME)), (x(value), float((at + 1) * ROW))]
+            canvas.line(ends, "muted" if value == 0 else "rule")
         canvas.text(x(value), bottom + 15, text.time(value, 2) if value else "0", size=SMALL - 1,
                     colour="muted", anchor=_anchor(x(value)))  # fmt: skip
     for at, row in enumerate(rows):
@@ -50,9 +52,9 @@ def _interval(run: Run, row: Prediction) -> tuple[float, float]:
 
 
 def _dumbbell(canvas: Canvas, run: Run, row: Prediction, top: float, x) -> None:
-    y, colour = top + 24, COLOURS[row.attempt.status]
+    y, colour = top + 26, COLOURS[row.attempt.status]
     words = f"{row.attempt.index}. {row.attempt.name}"
-    canvas.text(0, top + 12, words, size=SMALL, halo=True)
+    canvas.text(0, top + 12, words, size=SMALL)
     canvas.line([(x(row.predicted_us), y), (x(row.realised_us), y)], "muted")
     low, high = _interval(run, row)
     canvas.line([(x(low), y), (x(high), y)], colour, 4)
@@ -60,14 +62,9 @@ def _dumbbell(canvas: Canvas, run: Run, row: Prediction, top: float, x) -> None:
     canvas.dot(x(row.realised_us), y, colour)
 
 
-def part_colour(part: str) -> str | None:
-    """The colour of a part of the step in `budget`, or None for the whole and what is hidden."""
-    return PARTS.get(part.split()[0])
-
-
-def budget(lines: list[BudgetLine]) -> str | None:
+def budget(parts: list[Part]) -> str | None:
     """The step before and after as two bars of its parts, to one scale, as an <svg> element."""
-    whole = next((line for line in lines if line.part == WHOLE), None)
+    whole = next((part for part in parts if part.name == WHOLE), None)
     if whole is None:
         return None
     sides = [("before", whole.before_us), ("after", whole.after_us)]
@@ -79,11 +76,12 @@ def budget(lines: list[BudgetLine]) -> str | None:
             continue
         canvas.text(0, top + 12, f"{name}: {text.time(step_us, 3)}", size=SMALL)
         left = 0.0
-        for line in lines:
-            us = getattr(line, f"{name}_us")
-            if (colour := part_colour(line.part)) is None or not us:
+        for part in parts:
+            us = getattr(part, f"{name}_us")
+            if part.colour is None or not us:
                 continue
-            canvas.box(left, top + 18, WIDTH * us / longest, 18, colour)
-            left += WIDTH * us / longest
+            width = WIDTH * us / longest
+            canvas.box(left, top + 18, max(width / 2, width - SLIT), 18, part.colour)
+            left += width
         top += 48
     return canvas.svg(top - 8, standalone=False)

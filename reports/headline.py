@@ -1,8 +1,9 @@
 """The first thing a reader sees: before and after, how much faster, what is left to the floor."""
 
+import re
 from dataclasses import dataclass
 
-from harness.records import Baseline, Timing
+from harness.records import Baseline, Status, Timing
 from reports import text
 from reports.figures import Ratio, baseline_rows
 from reports.run import Run
@@ -10,6 +11,8 @@ from reports.svg import Canvas, text_width
 
 WIDTH, BAR = 440, 14
 SMALL = 12
+MEANS = {"decode": "writing one more token", "prefill": "reading a prompt"}
+WORKLOAD = re.compile(r"(?:decode|prefill) (\d+) x (\d+) token\(s\), context (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,47 @@ def floor_us(run: Run, kind: str) -> float | None:
     return traced.compulsory_bytes / run.ceilings.read_gb_per_s / 1e3
 
 
+def why_no_floor(run: Run, kind: str) -> str | None:
+    """Why a step that was timed has no floor; None where it has one."""
+    if run.after is None or floor_us(run, kind) is not None:
+        return None
+    if kind not in run.floors:
+        return "a floor is computed at a run's end" if not run.finished else "not in this ledger"
+    traced = run.kernels.get("before")
+    if traced is not None and traced.compulsory_bytes is not None:
+        return "a toy's weights stay in a cache"
+    return "its step was not traced"
+
+
+def workload(kind: str, words: str) -> str:
+    """What one step is, in words; as the ledger has it where that is written otherwise."""
+    found = WORKLOAD.fullmatch(words)
+    if found is None:
+        return words.removeprefix(f"{kind} ")
+    batch, tokens, context = (int(n) for n in found.groups())
+    each = "one token each" if tokens == 1 else f"{tokens:,} tokens each"
+    each = each.removesuffix(" each") if batch == 1 else each
+    return f"{text.count(batch, 'sequence')}, {each}, at a context of {context:,}"
+
+
+def outcome(run: Run) -> str | None:
+    """What became of the changes and whether the result is right, in one sentence; None before
+    anything was timed with a change."""
+    if run.after is None:
+        return None
+    tried, kept = run.changes(), run.changes(Status.KEPT)
+    said = f"{len(kept)} of the {text.count(len(tried), 'change')} tried were kept"
+    each = ": each is numerically right by itself and measurably faster" if kept else ""
+    closing = run.closing_verdict
+    if closing is None:
+        judged = "the result as a whole is not judged yet"
+    elif closing.passed:
+        judged = "every layer of the result together passed the numerical check"
+    else:
+        judged = "the result as a whole failed the numerical check"
+    return f"{said}{each}; {judged}."
+
+
 def bar(line: Headline) -> str | None:
     """Before, after and the floor to one scale, as an <svg> element; None with nothing to set
     against each other."""
@@ -74,7 +118,7 @@ def bar(line: Headline) -> str | None:
     end = line.end or line.start
     scale = WIDTH / max(line.start.median_us, end.median_us)
     canvas = Canvas(WIDTH, f"{line.kind}: before, after and the floor")
-    canvas.box(0, 0, line.start.median_us * scale, BAR, "rule")
+    canvas.box(0, 0, line.start.median_us * scale, BAR, "faint")
     faster = end.median_us < line.start.median_us
     if line.end is not None:
         canvas.box(0, 0, end.median_us * scale, BAR, "kept" if faster else "rejected")

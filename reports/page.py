@@ -1,8 +1,10 @@
 """report.html: the run on one self-contained page that reads on a phone, in the dark, on paper."""
 
+import os
+from pathlib import Path
+
 from reports import drift, fit, headline, numerics
 from reports.chart import step_chart
-from reports.figures import budget_lines
 from reports.render import context, environment
 from reports.run import Run
 
@@ -10,8 +12,9 @@ NAME = "report.html"
 BESIDE = "ledger.jsonl", "summary.json", "report.md", "plan.toml"
 
 
-def page(run: Run) -> str:
-    """The page as HTML; it loads nothing, so it can be mailed or kept beside the ledger."""
+def page(run: Run, folder: Path | None = None) -> str:
+    """The page as HTML; it loads nothing, so it can be mailed or kept beside the ledger. Its links
+    to the run's files are for a page in `folder`, by default the run's own."""
     template = environment(autoescape=True).get_template("report.html.j2")
     charts = {kind: step_chart(run, kind) for kind in run.kinds}
     shown = context(run)
@@ -24,10 +27,17 @@ def page(run: Run) -> str:
         ulp_counts=numerics.counts,
         ulp_bins=" / ".join(numerics.BINS),
         fit_picture=fit.fit(run),
-        budget_picture=fit.budget(budget_lines(run)),
-        part_colour=fit.part_colour,
+        budget_picture=fit.budget(shown["step_parts"]),
         files=files(run),
+        traced=any((run.directory / "traces").glob("*.json.gz")),
+        where="" if folder is None else relative(run.directory, folder),
     )
+
+
+def relative(directory: Path, folder: Path) -> str:
+    """The way from `folder` to `directory` in front of a link, "" for the same."""
+    way = Path(os.path.relpath(directory, folder)).as_posix()
+    return "" if way == "." else f"{way}/"
 
 
 def files(run: Run) -> list[str]:

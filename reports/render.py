@@ -11,9 +11,10 @@ from markupsafe import Markup, escape
 from harness.confined import describe as describe_own
 from harness.protections import describe
 from harness.records import Status, Timing
-from reports import drift, figures, headline, layer, rounds, spending, text
+from reports import budget, drift, figures, headline, layer, rounds, spending, text
 from reports.run import Run
 from traces import kernels
+from traces.short import short_name
 
 SECTIONS = (
     (Status.KEPT, "What was kept, and why", "Nothing was kept."),
@@ -46,7 +47,7 @@ def environment(*, autoescape: bool) -> Environment:
         text.share,
         text.percent,
         text.count,
-        text.megabytes,
+        text.nbytes,
         text.date,
         text.knobs,
         spending.dollars,
@@ -55,8 +56,10 @@ def environment(*, autoescape: bool) -> Environment:
     if autoescape:  # HTML: keep a figure and its unit on one line
         for words in (text.time, text.interval, text.estimate, text.path):
             templates.filters[words.__name__] = _unbroken(words)
+    templates.filters["megabytes"] = text.nbytes  # as pr.md.j2 names it
     templates.filters["breakable"] = breakable
     templates.filters["cell"] = cell
+    templates.filters["short_name"] = short_name
     templates.filters["capitalize_first"] = lambda words: words[:1].upper() + words[1:]
     return templates
 
@@ -94,9 +97,12 @@ def context(run: Run) -> dict[str, Any]:
         "after_words": after_words(run),
         "kinds": run.kinds,
         "kind": header.kind,
-        "workload": {k: header.workload.get(k, "").removeprefix(f"{k} ") for k in run.kinds},
+        "workload": {k: headline.workload(k, header.workload.get(k, "")) for k in run.kinds},
+        "outcome": headline.outcome(run),
+        "means": headline.MEANS,
         "titles": figures.BASELINE_TITLES,
         "headlines": {line.kind: line for line in headline.headlines(run)},
+        "no_floor": {kind: headline.why_no_floor(run, kind) for kind in run.kinds},
         "sections": SECTIONS,
         "baselines": figures.baseline_rows(run),
         "predictions": figures.predictions(run),
@@ -108,8 +114,8 @@ def context(run: Run) -> dict[str, Any]:
         "routing_words": drift.routing(run.closing_verdict),
         "routing_of": drift.routing,
         "flips_of": drift.flips,
-        "budget_lines": figures.budget_lines(run),
-        "whole_step": figures.WHOLE,
+        "step_parts": budget.parts(run),
+        "whole_step": budget.WHOLE,
         "layer_picture": layer.layer(run, standalone=False),
         "launches": figures.launches,
         "beyond_memory": kernels.beyond_memory,

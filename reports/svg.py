@@ -3,11 +3,11 @@
 from html import escape
 
 STYLE = (
-    "svg{--paper:#fcfbf8;--ink:#1b1a17;--muted:#68645c;--rule:#e0dcd2;--faint:#b9b3a6;"
+    "svg{--paper:#fcfbf8;--ink:#1b1a17;--muted:#68645c;--rule:#e0dcd2;--faint:#958f82;"
     "--kept:#17694a;--rejected:#8f5600;--failed:#a32330;font-family:system-ui,sans-serif;"
     "font-variant-numeric:tabular-nums}"
     "@media (prefers-color-scheme:dark){svg{--paper:#151513;--ink:#ebe8e0;--muted:#a29d92;"
-    "--rule:#34322d;--faint:#5f5b53;--kept:#6ac497;--rejected:#dfa650;--failed:#f08581}}"
+    "--rule:#34322d;--faint:#6b675e;--kept:#6ac497;--rejected:#dfa650;--failed:#f08581}}"
 )
 MARGIN = 14
 CHARACTER = 0.56  # of its size is how wide a character of text is, about

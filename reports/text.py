@@ -102,9 +102,14 @@ def size(value: int | None) -> str:
     return f"{value} B"
 
 
-def megabytes(value: int | None) -> str:
-    """18.35 MB, in powers of 1000 as bandwidths are."""
-    return NONE if value is None else f"{number(value / 1e6, 3)} MB"
+def nbytes(value: int | None) -> str:
+    """768 B, 18.4 MB: in powers of 1000, as bandwidths are."""
+    if value is None:
+        return NONE
+    for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
+        if value >= 1000**power:
+            return f"{number(value / 1000**power, 3)} {unit}"
+    return f"{value} B"
 
 
 def date(seconds: float) -> str:

@@ -15,9 +15,9 @@ from traces.trace import Trace
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fcfbf8; --ink: #1b1a17; --muted: #68645c;
-        --rule: #e0dcd2; --before: #b9b3a6; --faster: #17694a; --slower: #a32330; }
+        --rule: #e0dcd2; --before: #958f82; --faster: #17694a; --slower: #a32330; }
 @media (prefers-color-scheme: dark) { :root { --paper: #151513; --ink: #ebe8e0; --muted: #a29d92;
-        --rule: #34322d; --before: #5f5b53; --faster: #6ac497; --slower: #f08581; } }
+        --rule: #34322d; --before: #6b675e; --faster: #6ac497; --slower: #f08581; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 2.5rem 1.25rem 4rem; max-width: 60rem; background: var(--paper);
        color: var(--ink); font: 1rem/1.5 system-ui, sans-serif; font-variant-numeric: tabular-nums;

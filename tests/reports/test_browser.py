@@ -70,4 +70,4 @@ def test_the_page_is_rebuilt_where_torch_cannot_be_imported(tmp_path: Path) -> N
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, f"{out}\n"), done.stderr
-    assert out.read_text() == page(Run.load(EVIDENCE))
+    assert out.read_text() == page(Run.load(EVIDENCE), tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.records import StepBudget
-from reports import figures
+from reports import budget
 from reports.chart import step_chart
 from reports.fit import fit
 from reports.headline import floor_us, headlines
@@ -248,14 +248,14 @@ def test_write_reports_leaves_all_files(cpu_run: Path) -> None:
 
 def test_what_is_nothing_but_rounding_is_no_part_of_a_step(cpu_run: Path) -> None:
     run = Run.load(cpu_run)
-    budget = StepBudget(
+    measured = StepBudget(
         step_us=6.0, bound_us=1.0, gap_us=2.0, rest_us=3.0, unknown_us=0.0, hidden_us=6.4e-12,
         kernels=2,
     )  # fmt: skip
-    run.kernels = {"before": replace(run.kernels["before"], budget=budget)}
-    lines = {line.part: line.before_us for line in figures.budget_lines(run)}
-    assert list(lines.values()) == [1.0, 2.0, 3.0, 6.0]
-    assert not any("hidden" in part for part in lines)
+    run.kernels = {"before": replace(run.kernels["before"], budget=measured)}
+    found = budget.parts(replace(run, ceilings=None))
+    assert [part.before_us for part in found] == [1.0, 2.0, 3.0, 6.0]
+    assert not any("hidden" in part.words for part in found)
 
 
 def test_a_narrow_column_breaks_before_an_interval_and_nowhere_else() -> None:

@@ -12,7 +12,8 @@ from harness.errors import ExitCode, UserError
 from harness.records import StepBudget
 from reports import curves
 from reports.__main__ import main
-from reports.figures import LayerPair, budget_lines, launches, layer_pairs, steps, time_us
+from reports.budget import WHOLE, dependency_us, parts
+from reports.figures import LayerPair, launches, layer_pairs, steps, time_us
 from reports.latency import latency
 from reports.layer import WIDEST, by_module, chosen, layer, ordered
 from reports.run import Run
@@ -130,13 +131,37 @@ def test_the_command_writes_both_pictures(cpu_run: Path, tmp_path: Path, capsys)
 
 
 def test_parts_of_a_step_from_an_older_ledger_add_up(evidence: Run) -> None:
-    by_part = {line.part.split(",")[0].split(":")[0]: line for line in budget_lines(evidence)}
-    whole = by_part.pop("together")
+    found = {part.name: part for part in parts(evidence)}
+    assert list(found) == ["bandwidth", "launch gaps", "dependency", "rest", WHOLE]
+    whole = found.pop(WHOLE)
     for side in ("before_us", "after_us"):
-        parts = sum(getattr(line, side) or 0.0 for line in by_part.values())
-        assert parts == pytest.approx(getattr(whole, side))
+        together = sum(getattr(part, side) or 0.0 for part in found.values())
+        assert together == pytest.approx(getattr(whole, side))
     assert evidence.kernels["after"].step_us is not None
     assert whole.after_us == pytest.approx(6_270, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("calls", "time_us", "gap_us", "floor_us", "waits_us"),
+    [
+        (10, 30.0, 4.0, 5.0, 11.0),  # ten empty kernels take 15, of which 4 are gaps
+        (10, 12.0, 4.0, 5.0, 7.0),  # no more than what lies beyond the floor
+        (10, 30.0, 20.0, 5.0, 0.0),  # the gaps hold all of it
+        (10, 30.0, 4.0, 40.0, 0.0),
+    ],
+)
+def test_dependency_is_what_empty_kernels_would_take_in_turn(
+    evidence: Run, calls: int, time_us: float, gap_us: float, floor_us: float, waits_us: float
+) -> None:
+    assert evidence.ceilings is not None
+    kernels = evidence.kernels["after"]
+    one = replace(
+        kernels.rows[0], calls=calls, time_us=time_us, gap_us=gap_us, floor_us=floor_us,
+        exposed_us=time_us + gap_us,
+    )  # fmt: skip
+    ceilings = replace(evidence.ceilings, launch_us=1.5)
+    assert dependency_us(replace(kernels, rows=(one,)), ceilings) == pytest.approx(waits_us)
+    assert dependency_us(replace(kernels, rows=(one,)), None) == 0.0
 
 
 def test_recorded_parts_are_shown_as_they_are(evidence: Run) -> None:
@@ -150,11 +175,13 @@ def test_recorded_parts_are_shown_as_they_are(evidence: Run) -> None:
         kernels=4,
     )
     changed = replace(
-        evidence, kernels={"after": replace(evidence.kernels["after"], budget=budget)}
+        evidence,
+        kernels={"after": replace(evidence.kernels["after"], budget=budget)},
+        ceilings=None,
     )
-    lines = budget_lines(changed)
-    assert [line.after_us for line in lines] == [6.0, 1.0, 3.0, 10.0, 2.0]
-    assert {line.before_us for line in lines} == {None}
+    found = parts(changed)
+    assert [part.after_us for part in found] == [6.0, 1.0, 3.0, 10.0, 2.0]
+    assert {part.before_us for part in found} == {None}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from harness.records import KernelRow, StepBudget
 from harness.step import Step
-from reports.figures import step_budget as recorded_budget
+from reports.budget import step_budget as recorded_budget
 from reports.run import Run
 from tests.layout import ROOT
 from tests.traces.made import CEILINGS, Did, trace

@@ -1,0 +1,99 @@
+"""What makes the reports readable: words for figures, links that lead somewhere, contrast."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reports.__main__ import main
+from reports.headline import why_no_floor, workload
+from reports.markdown import markdown
+from reports.page import page
+from reports.run import Run
+from reports.svg import STYLE
+from tests.layout import ROOT
+from tests.reports.test_pages import Words, html_text
+from tests.reports.test_pictures import EVIDENCE
+
+Report = Callable[[Run], str]
+BOTH = pytest.mark.parametrize("report", [html_text, markdown], ids=["html", "markdown"])
+
+
+def luminance(colour: str) -> float:
+    """WCAG's relative luminance of #rrggbb."""
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["light", "dark", "print"])
+def test_words_and_bars_stand_out_from_the_paper(mode: str) -> None:
+    css = (ROOT / "reports" / "templates" / "style.css").read_text()
+    blocks = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    assert len(blocks) == 3
+    chosen = dict(zip(("light", "dark", "print"), blocks, strict=True))[mode]
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{3,6});", chosen))
+    colours = {
+        n: c if len(c) == 7 else "#" + "".join(2 * x for x in c[1:]) for n, c in colours.items()
+    }
+    paper = luminance(colours["paper"])
+    for name, least in {
+        "ink": 7.0, "muted": 4.5, "kept": 4.5, "rejected": 4.5, "failed": 4.5, "faint": 3.0,
+    }.items():  # fmt: skip
+        other = luminance(colours[name])
+        ratio = (max(paper, other) + 0.05) / (min(paper, other) + 0.05)
+        assert ratio >= least, f"{name} in {mode}: {ratio:.2f}"
+        if mode != "print":  # the pictures that stand alone have the same colours
+            assert f"--{name}:{colours[name]}" in STYLE
+
+
+@BOTH
+def test_the_outcome_is_said_in_a_sentence(report: Report, cpu_run: Path) -> None:
+    said = "2 of the 5 changes tried were kept: each is numerically right by itself and measurably"
+    assert said in " ".join(report(Run.load(cpu_run)).split())
+    evidence = " ".join(report(Run.load(EVIDENCE)).split())
+    assert "10 of the 11 changes tried were kept" in evidence
+    assert "every layer of the result together passed the numerical check." in evidence
+
+
+def test_a_step_is_described_in_words() -> None:
+    one = "1 sequence, one token, at a context of 100,000"
+    assert workload("decode", "decode 1 x 1 token(s), context 100000") == one
+    many = "8 sequences, 2,048 tokens each, at a context of 100,000"
+    assert workload("prefill", "prefill 8 x 2048 token(s), context 100000") == many
+    assert workload("decode", "decode of a kind of its own") == "of a kind of its own"
+
+
+@BOTH
+def test_a_missing_floor_has_its_reason(report: Report, cpu_run: Path) -> None:
+    path = cpu_run / "ledger.jsonl"
+    text, none = path.read_text(), '"floors_us": {"decode": null, "prefill": null}, '
+    path.write_text(text.replace('"other_targets": {', none + '"other_targets": {'))
+    run = Run.load(cpu_run)
+    assert why_no_floor(run, "prefill") == "its step was not traced"
+    run.kernels["before"] = replace(run.kernels["before"], compulsory_bytes=1000)
+    assert why_no_floor(run, "decode") == "a toy's weights stay in a cache"
+    assert "o floor: a toy's weights stay in a cache" in report(run)
+    assert why_no_floor(Run.load(EVIDENCE), "decode") is None
+    assert why_no_floor(Run.load(EVIDENCE), "prefill") == "not in this ledger"
+
+
+def test_links_lead_to_the_run_from_wherever_the_page_lies(cpu_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for folder in (cpu_run, tmp_path / "elsewhere", tmp_path):
+        out = folder / "page.html"
+        assert main(["html", str(cpu_run), "-o", str(out)]) == 0
+        links = [r for r in Words(out.read_text()).resources if r.endswith("ledger.jsonl")]
+        assert links and all((folder / link).samefile(cpu_run / "ledger.jsonl") for link in links)
+
+
+def test_kernels_are_named_as_people_read_them() -> None:
+    html, text = page(Run.load(EVIDENCE)), markdown(Run.load(EVIDENCE))
+    assert "elementwise_kernel&lt;MulFunctor&gt;</code>" in html
+    assert "| vectorized_elementwise_kernel&lt;CUDAFunctor_add&gt; " in text
+    assert (
+        'title="void at::native::vectorized_elementwise_kernel&lt;4' in html
+    )  # whole, to point at
+    assert "at::native" not in text and "TrivialOffsetCalculator" not in Words(html).text
