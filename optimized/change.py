@@ -214,6 +214,7 @@ def replace_forward(
     made: Any = replaced
     made.forward = forward
     made.applied = change.name
+    made.knobs = dict(knobs or {})
     made.contract = change.contract
     made.replaces = lambda: node  # a module set here would become a part of the model
     made.declines = (lambda *args: guard(node, *args)) if guard is not None else None

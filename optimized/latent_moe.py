@@ -23,7 +23,8 @@ import torch
 import triton
 from torch import Tensor
 
-from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized import gemv
+from optimized.change import Change, Contract, Implementation, KnobValue, shape_key
 from optimized.expert_knobs import MAX_PAIRS
 from optimized.latent_kernels import choose_norm_kernel, route_pool_kernel
 from optimized.norm_combine import MAX_WIDTH, NormCombineKnobs, norm_combine
@@ -111,20 +112,34 @@ def build(node: Any, knobs: LatentKnobs | None):
 
     def forward(x: Tensor) -> Tensor:
         chosen = knobs or LatentKnobs.heuristic(shape(node, x))
-        rows = x.flatten(0, 1)
-        logits, pooled = enter(node, rows, chosen)
-        weights, experts, z = choose_and_norm(node, logits, node.pool.rank_sum(pooled))
-        inner = node.experts
-        hidden = pair_product(z, experts, inner.gate_up_proj, True, chosen.of("up"))
-        y = pair_product(hidden, experts, inner.down_proj, False, chosen.of("down"))
-        norm, scale = inner.post_expert_norm, inner.combine.scale
-        summed = NormCombineKnobs(**chosen.of("sum"))
-        y = inner.rank_sum(y)
-        y = norm_combine(y, weights, norm.weight, norm.eps, scale, knobs=summed)
-        y = y.narrow(1, node.rank * node.expert_part, node.expert_part)
-        return node.rank_sum(node.post_expert_proj(y)).view_as(x)
+        logits, pooled = enter(node, x.flatten(0, 1), chosen)
+        return leave(node, logits, pooled, chosen).view_as(x)
 
     return forward
+
+
+def after_router(node: Any, x: Tensor, logits: Tensor) -> Tensor:
+    """The experts of `node`, which this change has replaced and whose guard takes x [B, T, W], once
+    another kernel has made the logits [N, E] FP32 -> [B, T, W]."""
+    sizes = shape(node, x)
+    chosen = node.knobs.get(shape_key(sizes)) or LatentKnobs.heuristic(sizes)
+    part = x.flatten(0, 1).narrow(1, node.rank * node.part, node.part)
+    pooled = gemv.multiply(part, node.pre_expert_proj.weight)
+    return leave(node, logits, pooled, chosen).view_as(x)
+
+
+def leave(node: Any, logits: Tensor, pooled: Tensor, knobs: LatentKnobs) -> Tensor:
+    """logits [N, E] FP32, pooled [N, D] BF16, of this rank's part -> [N, W] BF16."""
+    weights, experts, z = choose_and_norm(node, logits, node.pool.rank_sum(pooled))
+    inner = node.experts
+    hidden = pair_product(z, experts, inner.gate_up_proj, True, knobs.of("up"))
+    y = pair_product(hidden, experts, inner.down_proj, False, knobs.of("down"))
+    norm, scale = inner.post_expert_norm, inner.combine.scale
+    summed = NormCombineKnobs(**knobs.of("sum"))
+    y = inner.rank_sum(y)
+    y = norm_combine(y, weights, norm.weight, norm.eps, scale, knobs=summed)
+    y = y.narrow(1, node.rank * node.expert_part, node.expert_part)
+    return node.rank_sum(node.post_expert_proj(y))
 
 
 def enter(node: Any, x: Tensor, knobs: LatentKnobs) -> tuple[Tensor, Tensor]:

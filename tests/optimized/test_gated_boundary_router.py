@@ -7,23 +7,29 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from harness import region
 from harness.added import to_tf32
 from harness.judge import judge_region
 from harness.policy import Policy
 from harness.workload import Workload
-from optimized import gated_boundary_router, gated_boundary_router_tf32
-from optimized.change import Implementation, apply_change, share
+from optimized import gated_boundary_router, gated_boundary_router_tf32, latent_moe
+from optimized.change import Implementation, apply_change, replace_forward, shape_key, share
 from optimized.gated_boundary_router import GatedRouterKnobs, cross_and_route, experts_of, leave
 from optimized.gated_boundary_router_tf32 import MatmulKnobs, cross_then_route
+from optimized.latent_moe import LatentKnobs
 from reference import models
 from reference.muse_spark import Layer
 from tests.optimized.kernel_checks import DEVICE, all_knobs, bf16, needs_kernels, refusal
+from tests.optimized.test_latent_moe import few as few_programs
+from tests.optimized.test_latent_moe import node as latent_experts
+from tests.optimized.test_latent_moe import reordered
 from tests.reference.noise import assert_within
 
 pytestmark = needs_kernels
 PLAIN, TF32 = gated_boundary_router.CHANGE, gated_boundary_router_tf32.CHANGE
+LATENT = latent_moe.CHANGE
 ALLOWED = Policy(
     permutations=2, allow_elided=True, allow_added=frozenset(("matmul_operands_tf32",))
 )
@@ -118,9 +124,44 @@ def test_refuses_what_it_is_not_made_for():
     many = bf16(1, 9, 64), bf16(1, 9, 64), None, None, bf16(64)
     assert refusal(PLAIN, node, *args) == refusal(TF32, node, *args) == ""
     assert "9 tokens" in refusal(PLAIN, node, *many) and refusal(TF32, node, *many) == ""
-    node.mlp.applied = "latent_moe"
+    node.mlp.applied = "inductor:latent_moe"
     for change in (PLAIN, TF32):
-        assert "replaced by latent_moe" in refusal(change, node, *args)
+        assert "replaced by inductor:latent_moe" in refusal(change, node, *args)
+
+
+def test_experts_replaced_as_a_whole_go_on_from_the_logits():
+    """In `latent_moe`'s kernels, with the knobs it was tuned to."""
+    asked: list[str] = []
+
+    class Tuned(LatentKnobs):
+        def of(self, product):
+            asked.append(product)
+            return super().of(product)
+
+    reference, x = latent_experts(), bf16(2, 1, 64)
+    key = shape_key(latent_moe.shape(reference, x))
+    tuned = {key: Tuned(**vars(few_programs()))}
+    mlp = replace_forward(reference, LATENT, LATENT.implementation("triton"), tuned)
+    logits = F.linear(x.flatten(0, 1).float(), reference.gate.weight)
+    found = experts_of(mlp, x, logits[None])
+    assert asked == ["up", "down", "sum"]
+    assert_within(found, reference(x), reordered(reference, x))
+    other = experts_of(mlp, x, -logits[None])
+    assert not torch.equal(other, found)
+
+
+def test_the_experts_come_first():
+    """What is inside a replaced layer is never called, so `latent_moe` cannot follow; a layer whose
+    experts it replaced is taken."""
+    args = bf16(1, 1, 64), bf16(1, 1, 64), None, None, bf16(64)
+    layers = nn.ModuleList([layer()])
+    assert apply_change(layers, LATENT, "triton") == ["0.mlp"]
+    assert refusal(PLAIN, layers[0], *args) == refusal(TF32, layers[0], *args) == ""
+    assert apply_change(layers, PLAIN, "triton") == ["0"]
+    layers = nn.ModuleList([layer()])
+    apply_change(layers, PLAIN, "triton")
+    with pytest.raises(ValueError, match="all of 'latent_moe' is inside replaced nodes"):
+        apply_change(layers, LATENT, "triton")
 
 
 def rounding_router(node, knobs):

@@ -10,7 +10,7 @@ from torch import nn
 
 from optimized import gemv, linear_decode
 from optimized.change import apply_change, share
-from optimized.gemv import GemvKnobs
+from optimized.gemv import GemvKnobs, held_blocks
 from optimized.packing import are_adjacent, pack, packed
 from optimized.parallel_projection import CHANGE
 from reference import beam
@@ -242,3 +242,13 @@ def test_every_knob_on_cuda(rows):
     x, w = bf16(1, rows, 5120), weight(1792, 5120)
     for knobs in all_knobs(linear_decode.CHANGE, {"M": rows, "O": 1792, "D": 5120}):
         assert_product(gemv.multiply(x, w, knobs), x, w, count=4)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "width"), [(1792, 5120), (2304, 8192), (25256, 8192), (8192, 1024)], ids=str
+)
+def test_a_block_holds_all_weights_of_its_rows(outputs, width):
+    """So that all are asked for before the previous kernel is done."""
+    knobs = GemvKnobs.heuristic({"M": 1, "O": outputs, "D": width})
+    assert knobs.is_valid({"M": 1, "O": outputs, "D": width})
+    assert held_blocks(knobs, width) * knobs.block >= width
