@@ -1,9 +1,10 @@
 """The line to the Messages API: a process of its own, which alone has the key and the network.
 
 The run's process hands it a request and hears from it, in lines of JSON: `alive` while it waits or
-streams, `retry` with the reason and the wait, then `message`, `again` or `failed`. It asks again
-after 408, 409, 429, 5xx, an overloaded service and broken connections; `retry-after` is honoured.
-An answer that broke off has cost something, so whether to ask again is for the run to say.
+streams, `retry` with the reason, the wait and what came of the answer, then `message`, `again` or
+`failed`. It asks again after 408, 409, 429, 5xx, an overloaded service and broken connections;
+`retry-after` is honoured. An answer that broke off has cost something, and one that never came may
+have, so whether to ask again is for the run to say.
 """
 
 import json
@@ -28,6 +29,7 @@ BEAT_S = 5.0
 AGAIN = 408, 409, 429
 AGAIN_TYPES = "overloaded_error", "api_error", "rate_limit_error", "timeout_error"
 
+MOST_LOST = 8  # answers in a row that broke off
 ENDED = "the process that speaks to the Messages API has ended"
 KEYS = "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"
 
@@ -45,7 +47,11 @@ class AskAgain(Exception):
 
 
 class NoAnswer(UserError):
-    """The service gave none, or refused to."""
+    """The service gave none, or refused to; `known`: all that it may have cost was told."""
+
+    def __init__(self, text: str, *, known: bool) -> None:
+        super().__init__(text)
+        self.known = known
 
 
 class Line:
@@ -55,6 +61,7 @@ class Line:
     def __init__(self, hear: Callable[[dict[str, Any]], None], first_wait_s: float = FIRST_WAIT_S):
         """UserError where there is no key. Secrets go by pipe: an environment can be looked at."""
         self.hear, self.first_wait_s = hear, first_wait_s
+        self.lost = 0  # answers in a row
         require_key()
         secrets.take()
         self.process = subprocess.Popen(
@@ -73,28 +80,33 @@ class Line:
 
     def ask(self, request: dict[str, Any], patience_s: float = PATIENCE_S) -> dict[str, Any]:
         """The answer to a request; AskAgain if it broke off, NoAnswer if there is none."""
-        order = {"request": request, "patience_s": patience_s, "first_wait_s": self.first_wait_s}
+        order = {"request": request, "patience_s": patience_s, "lost": self.lost}
+        order["first_wait_s"] = self.first_wait_s
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
         except OSError as error:
-            raise NoAnswer(ENDED) from error
+            raise NoAnswer(ENDED, known=False) from error
         while True:
             told = self._read()
             if "message" in told:
+                self.lost = 0
                 return told["message"]
             if "again" in told:
+                self.lost += 1
                 raise AskAgain
             if "failed" in told:
-                raise NoAnswer(f"the Messages API at {self.address}: {told['failed']}")
+                self.lost = 0
+                where = f"the Messages API at {self.address}"
+                raise NoAnswer(f"{where}: {told['failed']}", known=True)
             self.hear(told)
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         text = self.process.stdout.readline()
         if not text.endswith("\n"):
-            raise NoAnswer(ENDED)
+            raise NoAnswer(ENDED, known=False)
         return json.loads(text)
 
     def close(self) -> None:
@@ -123,9 +135,9 @@ def answer(client: Any, order: dict[str, Any], tell: Tell) -> None:
     import httpx2
 
     last = time.monotonic() + order["patience_s"]
-    tries = 0
+    tries = order["lost"]  # each waits longer than the one before, whoever asks again
     while True:
-        received = Received()
+        received, sent = Received(), False
         try:
             beat = 0.0
             with client.messages.create(**order["request"], stream=True) as stream:
@@ -137,7 +149,7 @@ def answer(client: Any, order: dict[str, Any], tell: Tell) -> None:
             if received.complete:
                 tell(message=received.message())
                 return
-            reason, wait_s = "the answer broke off", None
+            reason, wait_s, sent = "the answer broke off", None, True
         except anthropic.APIStatusError as error:
             reason, wait_s = describe(error), retry_after_s(error)
             if not worth_another(error):
@@ -145,16 +157,20 @@ def answer(client: Any, order: dict[str, Any], tell: Tell) -> None:
                 return
         except (anthropic.APIConnectionError, httpx2.HTTPError, httpx2.StreamError) as error:
             reason, wait_s = f"the connection broke ({error or type(error).__name__})", None
+            sent = not isinstance(error.__cause__, (httpx2.ConnectError, httpx2.ConnectTimeout))
         if wait_s is None:
             wait_s = min(LONGEST_WAIT_S, order["first_wait_s"] * 2**tries)
             wait_s *= 1 - random.random() / 4
         tries += 1
-        if time.monotonic() + wait_s > last:
+        broke_off = sent or bool(received.usage)
+        ends = time.monotonic() + wait_s > last or (broke_off and order["lost"] + 1 >= MOST_LOST)
+        told = {"usage": received.lost_usage(), "sent": broke_off, "partial": received.content}
+        tell(retry=reason, wait_s=None if ends else round(wait_s, 2), **told)
+        if ends:
             tell(failed=f"{reason}; tried {tries} time(s)")
             return
-        tell(retry=reason, wait_s=round(wait_s, 2), usage=received.lost_usage())
         wait(wait_s, tell)
-        if received.usage:
+        if broke_off:
             tell(again=True)
             return
 

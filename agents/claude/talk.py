@@ -7,14 +7,16 @@ from typing import Any, Protocol
 
 from agents.budget import Budget, BudgetSpent
 from agents.claude.ideas import key_of
-from agents.claude.line import PATIENCE_S, AskAgain
+from agents.claude.line import PATIENCE_S, AskAgain, NoAnswer
 from agents.claude.spend import MOST_OUTPUT, Purse
 from agents.claude.tools import END_ROUND, TOOLS, complaint
 from agents.claude.trajectory import Call, Conversation, Event, Trajectory
+from agents.claude.tree import cut
 
 MOST_ANSWERS = 60  # without a submission: the model goes round in circles
 MOST_NUDGES = 2  # in a row, to a model that calls no tool
 MOST_CONTEXT = 120_000  # tokens of a prompt; then the conversation begins anew, with summaries
+SHARE = 4  # one part in so many of that is for the summaries, another for the last results
 UNSEEN = 1_000  # tokens that the service adds where there are tools, at most
 NUDGE = "Go on with a tool call; end with submit or give_up."
 CUT = "Your answer was cut off at its limit of tokens. Go on, in smaller steps."
@@ -75,6 +77,9 @@ class Talk:
         self.said = Conversation()
         for event in record.events():
             self.said.take(event)
+        if (asked := self.said.asked) is not None:  # a process ended while it was answered
+            usage = {"input_tokens": asked["prompt"], "output_tokens": asked["most"]}
+            self.note("lost", usage=usage)
 
     def next(self) -> list[tuple[str, str]] | None:
         """The next round of change files to try, with their hypotheses; None when there will be
@@ -150,7 +155,7 @@ class Talk:
         """One answer, unless a limit was reached."""
         said = self.said
         if not said.messages:
-            self.note("began", prompt=self.opening(), candidates=self.candidates)
+            self.begin(self.opening())
         elif (reason := self.at_its_end()) is not None:
             self.note("ended", reason=reason)
             return
@@ -159,10 +164,16 @@ class Talk:
         elif said.quiet:
             self.note("nudge", text=CUT if said.stop == "max_tokens" else NUDGE)
         self.budget.require()
+        most = self.afford()
+        if self.purse is not None:
+            self.note("asked", prompt=self.prompt, most=most)
         try:
-            message = self.answers.ask(self.request(self.afford()), PATIENCE_S)
+            message = self.answers.ask(self.request(most), PATIENCE_S)
         except AskAgain:
             return  # what was lost is noted, and counts when the next request is reckoned
+        except NoAnswer as error:
+            self.note("failed", reason=str(error), known=error.known)
+            raise
         if message is None:
             self.note("ended", reason="the record has no more answers")
         else:
@@ -185,15 +196,25 @@ class Talk:
             return "the model calls no tool"
         return None
 
+    def begin(self, prompt: str) -> None:
+        self.note(
+            "began",
+            prompt=prompt,
+            candidates=self.candidates,
+            system=self.system,
+            settings=self.settings,
+        )
+
     def begin_anew(self) -> None:
         """A new conversation in the place of one that got long: the prompt, a line for each call so
-        far, and the last results. Old answers are not sent again, for a model's thoughts are bound
-        to the conversation that they were part of."""
-        lines = "\n".join(f"- {line}" for line in self.said.summaries)
-        last = "\n\n".join(f"{c.brief}\n{self.said.results[c.id]['text']}" for c in self.said.calls)
+        far, and the last results, as far as there is room. Old answers are not sent again, for a
+        model's thoughts are bound to the conversation that they were part of."""
+        room, calls = self.most_context // SHARE, self.said.calls
+        lines = "\n".join(newest([f"- {line}" for line in self.said.summaries], room))
+        texts = ((c.brief, self.said.results[c.id]["text"]) for c in calls)
+        last = "\n\n".join(f"{brief}\n{cut(text, room // len(calls))}" for brief, text in texts)
         prompt = f"{self.opening()}\n\n## What you did so far\n\n{lines}\n"
-        prompt = f"{prompt}\n## The last results\n\n{last}" if last else prompt
-        self.note("began", prompt=prompt, candidates=self.candidates)
+        self.begin(f"{prompt}\n## The last results\n\n{last}" if last else prompt)
 
     @property
     def prompt(self) -> int:
@@ -234,3 +255,14 @@ class Talk:
         event = self.record.append(kind, **data)
         self.said.take(event)
         return event
+
+
+def newest(lines: Sequence[str], most: int) -> list[str]:
+    """The last of `lines` that have at most so many letters; how many are left out."""
+    kept: list[str] = []
+    for line in reversed(lines):
+        most -= len(line) + 1
+        if most < 0:
+            return [f"- {len(lines) - len(kept)} earlier calls are left out", *reversed(kept)]
+        kept.append(line)
+    return list(lines)

@@ -22,8 +22,8 @@ Message = dict[str, Any]
 
 
 class Trajectory:
-    """Append-only JSONL: `began`, `retry`, `answer`, `result`, `submitted`, `round`, `nudge`,
-    `compared`, `ended`."""
+    """Append-only JSONL: `began`, `asked`, `retry`, `lost`, `failed`, `answer`, `result`,
+    `submitted`, `round`, `nudge`, `compared`, `ended`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,6 +110,7 @@ class Conversation:
     stop: str = ""  # why the last answer ended
     details: dict[str, Any] = field(default_factory=dict)
     ended: str | None = None
+    asked: Event | None = None  # what is under way, with what it may cost, tokens
     spent: Spent = Spent()
     answers: int = 0
     since_submit: int = 0  # answers
@@ -125,7 +126,10 @@ class Conversation:
                 self.messages = [{"role": "user", "content": event["prompt"]}]
                 self.calls, self.results, self.size, self.known = [], {}, 0, 0
                 self.quiet = False
+            case "asked":
+                self.asked = event
             case "answer":
+                self.asked = None
                 self._answer(event["message"])
             case "result":
                 self._result(event)
@@ -142,8 +146,10 @@ class Conversation:
             case "nudge":
                 self.messages.append({"role": "user", "content": event["text"]})
                 self.nudges, self.quiet = self.nudges + 1, False
-            case "retry":
-                self.spent += Spent.of(event.get("usage", {}))
+            case "retry" | "lost":
+                self._lost(event)
+            case "failed":
+                self.asked = None if event["known"] else self.asked
             case "ended":
                 self.ended = event["reason"]
 
@@ -164,6 +170,16 @@ class Conversation:
         self.quiet = not self.calls
         self.nudges = self.nudges if self.quiet else 0
         self.size, self.known = spent.tokens, self.bytes()
+
+    def _lost(self, event: Event) -> None:
+        """An answer that broke off; what was refused costs nothing, and is sent again."""
+        usage = event.get("usage") or {}
+        if not usage and self.asked is not None and event.get("sent"):
+            usage = {
+                "input_tokens": self.asked["prompt"]
+            }  # nothing came, but it may have been read
+        self.spent += Spent.of(usage)
+        self.asked = None if usage else self.asked
 
     def _result(self, event: Event) -> None:
         self.results[event["id"]] = event

@@ -70,7 +70,8 @@ class Claude:
         if "retry" not in told:
             progress.part(told["alive"])
             return
-        progress.done(f"{told['retry']}; again in {told['wait_s']:g} s", "yellow")
+        again = "" if told["wait_s"] is None else f"; again in {told['wait_s']:g} s"
+        progress.done(f"{told['retry']}{again}", "yellow")
         assert self.talk is not None
         self.talk.note("retry", **told)
 

@@ -14,7 +14,7 @@ from agents.claude.talk import Answers, Talk
 from agents.claude.trajectory import Call, Event, Trajectory, answers
 from agents.proposers.claude import Claude
 
-FIGURE = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
+FIGURE = re.compile(r"-?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 SAME, FIGURES, WORDS = "as recorded", "differ in figures only", "differ"
 
 

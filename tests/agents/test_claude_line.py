@@ -1,11 +1,12 @@
 """The line to the Messages API, against a local server: the real SDK over real sockets."""
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from agents.claude.line import KEYS, AskAgain, Line, NoAnswer
+from agents.claude.line import KEYS, MOST_LOST, AskAgain, Line, NoAnswer
 from agents.claude.received import MALFORMED
 from agents.claude.spend import PRICES, Purse, Spent
 from harness.errors import UserError
@@ -97,7 +98,20 @@ def test_an_overloaded_service_and_broken_connections_are_asked_again(spoken) ->
     lost = [Spent.of(told["usage"]) for told in heard if "retry" in told]
     assert lost[:2] == [Spent(), Spent()]
     assert lost[2].input == 100 and lost[2].output >= 40  # what came is counted, a token a byte
+    assert [told["sent"] for told in heard if "retry" in told] == [False, False, True, True, True]
+    assert [told["partial"] for told in heard if "retry" in told][2:] == [
+        [say(HELLO.content[0]["text"][:40])], [], []
+    ]  # fmt: skip
     assert len(api.asked) == 6
+
+
+def test_answers_that_break_off_are_waited_for_longer_each_time_and_not_for_ever(spoken) -> None:
+    said, heard, api = spoken(*[Step(HELLO.content, cut=3)] * (MOST_LOST + 2))
+    assert said.startswith(f"the Messages API at {api.url}: the connection broke (")
+    assert said.endswith(f"; tried {MOST_LOST} time(s)") and len(api.asked) == MOST_LOST
+    *waits, last = [told["wait_s"] for told in heard if "retry" in told]
+    assert last is None and all(later > 1.4 * wait for wait, later in pairwise(waits))
+    assert sum(Spent.of(told["usage"]).input for told in heard if "retry" in told) == 800
 
 
 def test_patience_ends_and_a_bad_request_is_not_repeated(spoken) -> None:

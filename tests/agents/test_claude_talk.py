@@ -1,13 +1,14 @@
 """The conversation with a scripted model over real sockets; the tools give fixed answers."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from agents.budget import Budget, BudgetSpent
-from agents.claude.line import Line
-from agents.claude.spend import Purse, Spent
+from agents.claude.line import Line, NoAnswer
+from agents.claude.spend import MOST_OUTPUT, Purse, Spent
 from agents.claude.talk import CUT, MOST_ANSWERS, NUDGE, Talk
 from agents.claude.tools import TOOLS
 from agents.claude.trajectory import Call, Trajectory
@@ -111,7 +112,8 @@ def test_a_conversation_goes_on_from_its_record_without_asking_again(begin, api)
     table.outcomes["frozen-a.py"] = "kept"
     assert again.next() is None and len(api.asked) == 3
     assert [e["kind"] for e in again.record.events()] == [
-        *("began", "answer", "result", "answer", "submitted", "round", "result", "answer", "ended"),
+        *("began", "asked", "answer", "result", "asked", "answer", "submitted", "round", "result"),
+        *("asked", "answer", "ended"),
     ]
 
 
@@ -231,10 +233,65 @@ def test_an_answer_that_broke_off_counts_before_it_is_asked_for_again(begin, api
     assert again.said.spent.input == 30_100
 
 
+def test_an_answer_that_was_under_way_when_the_run_was_killed_counts_as_its_most(begin, api):
+    """It may have been paid for, so it is not asked for again unless that fits, too."""
+    talk, _ = begin(calls("ceilings"), calls("give_up", reason="done"))
+    assert talk.next() is None
+    record = talk.record.path
+    lines = record.read_bytes().splitlines(keepends=True)
+    asked = json.loads(lines[4])
+    assert (asked["kind"], asked["most"]) == ("asked", MOST_OUTPUT)
+    record.write_bytes(b"".join(lines[:5]))
+    again, _ = begin(calls("give_up", reason="done"))
+    known = Spent(input=100 + asked["prompt"], output=50 + MOST_OUTPUT)
+    assert again.said.spent == known and again.said.asked is None
+    assert begin()[0].said.spent == known  # once
+    poor, _ = begin(tokens=known.tokens + 500)
+    with pytest.raises(BudgetSpent, match="the next answer may cost more than is left"):
+        poor.next()
+    assert api.asked == []
+    assert again.next() is None and again.said.spent == known + Spent(input=100, output=50)
+
+
+def test_a_request_that_was_sent_and_never_answered_counts_as_read(begin, api) -> None:
+    begun, _ = begin(Step([], cut=0), calls("give_up", reason="done"))
+    assert begun.next() is None and len(api.asked) == 2
+    first = next(e for e in begun.record.events() if e["kind"] == "asked")
+    assert begun.said.spent == Spent(input=100 + first["prompt"], output=50)
+
+
+def test_what_the_service_refused_for_good_is_on_record_and_costs_nothing(begin, api) -> None:
+    talk, _ = begin(Step(status=400, kind="invalid_request_error"))
+    with pytest.raises(NoAnswer, match="400 invalid_request_error: "):
+        talk.next()
+    began, _, failed = talk.record.events()
+    assert failed["kind"] == "failed" and "invalid_request_error by script" in failed["reason"]
+    assert (began["system"], began["settings"]["model"]) == ("system", "claude-opus-5-5")
+    again, _ = begin(calls("give_up", reason="done"))
+    assert again.said.spent == Spent() and again.next() is None
+
+
+def test_summaries_and_last_results_are_kept_in_bounds(begin, api) -> None:
+    """However many calls there were, and however long the last results are."""
+    many = Step([call("ceilings")] * 400, usage={"input_tokens": 9_000})
+    big = Step([call("layer_map"), call("layer_map")], usage={"input_tokens": 50_000})
+    done = calls("give_up", reason="done")
+    talk, _ = begin(many, big, done, most_context=40_000)
+    assert talk.next() is None
+    (only,) = api.asked[2]["messages"]
+    first, calls_so_far, last = only["content"].split("\n\n## ")
+    head, *lines = calls_so_far.splitlines()[2:]
+    left = 402 - len(lines)
+    assert first == "make it faster" and head == f"- {left} earlier calls are left out"
+    assert lines[-1] == "- layer_map(): the first line" and left > 0
+    assert 9_000 < len(calls_so_far) < 10_100 and last.count("letters are left out") == 2
+    assert 10_000 < len(last) < 10_300
+
+
 def test_a_long_conversation_begins_anew_with_summaries(begin, api) -> None:
     thought = {"type": "thinking", "thinking": "so", "signature": "bound to what came before"}
-    big = Step([thought, call("layer_map")], usage={"input_tokens": 5_000})
-    talk, _ = begin(calls("ceilings"), big, calls("give_up", reason="done"), most_context=4_800)
+    big = Step([thought, call("layer_map")], usage={"input_tokens": 50_000})
+    talk, _ = begin(calls("ceilings"), big, calls("give_up", reason="done"), most_context=48_000)
     assert talk.next() is None
     assert len(api.asked[1]["messages"]) == 3
     (only,) = api.asked[2]["messages"]
