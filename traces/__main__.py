@@ -14,7 +14,7 @@ from harness import cli
 from harness.arguments import count, require_file, seed
 from harness.errors import UserError
 from traces import diff_page, tables
-from traces.diff import diff
+from traces.diff import diff, noise
 from traces.kernels import BY, KernelTable, aggregate, kernel_rows
 from traces.layers import layer_map
 from traces.trace import Trace, load
@@ -76,7 +76,7 @@ def add_model(p: argparse.ArgumentParser, *, required: bool) -> None:
         action="append",
         default=[],
         metavar="NAME[:BACKEND]",
-        help="apply a change first; may be repeated",
+        help="apply a change first, also inductor:REGION; may be repeated",
     )
     p.add_argument("--seed", type=seed, default=0, help="seed of weights and inputs")
 
@@ -137,19 +137,22 @@ def run_candidates(options: argparse.Namespace) -> None:
 def run_diff(options: argparse.Namespace) -> None:
     require_file(options.html, "--html")
     before, after = load(options.before), load(options.after)
-    found = diff(kernel_rows(before), kernel_rows(after))
+    sides = kernel_rows(before), kernel_rows(after)
+    found, still = diff(*sides), noise(*sides)
     if options.html is not None:
-        diff_page.write(options.html, diff_page.page(before, after, found[: options.top]))
+        page = diff_page.page(before, after, found[: options.top], still)
+        diff_page.write(options.html, page)
     if options.json:
         print_json(
             {
                 "before": before.summary(),
                 "after": after.summary(),
+                "noise": None if still is None else still.to_json(),
                 "modules": [d.to_json() for d in found[: options.top]],
             }
         )
     else:
-        tables.print_diff(before, after, found[: options.top])
+        tables.print_diff(before, after, found[: options.top], still)
 
 
 COMMANDS = {
@@ -199,12 +202,14 @@ def changed(workload: "Workload", changes: Sequence[str]) -> "nn.Module":
         return workload.model
     from optimized.catalog import load_change
     from optimized.change import apply_change, share
+    from optimized.inductor import PREFIX, inductor_change
 
     model = share(workload.model)
     for text in changes:
-        name, _, backend = text.partition(":")
+        compiled = text.startswith(PREFIX)  # the only name that holds a colon itself
+        name, _, backend = (text, "", "") if compiled else text.partition(":")
         try:
-            change = load_change(name)
+            change = inductor_change(name[len(PREFIX) :]) if compiled else load_change(name)
             device = workload.device.type
             fitting = [i.backend for i in change.implementations if device in i.devices]
             if not fitting:

@@ -1,8 +1,14 @@
-"""What changed between two traces, by module: kernels that came or went, time won or lost."""
+"""What changed between two traces, by module: kernels that came or went, time won or lost.
 
+Two traces of one model never take the very same times. How far they differ by themselves is read
+off the modules that launch the same kernels in both: a time has changed if it moved further.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from harness.records import KernelRow, Record
 from traces.kernels import wildcard
@@ -25,19 +31,72 @@ class Difference(Record):
     def delta_us(self) -> float:
         return self.after_us - self.before_us
 
+    @property
+    def changed(self) -> bool:
+        """Whether its time moved, or what it launches."""
+        return self.status != "same" or bool(self.appeared or self.vanished)
+
+
+FEWEST = 5  # modules with the same kernels that tell noise
+BEYOND = 3.0  # standard deviations
+NORMAL = 1.4826  # of a normal distribution's median absolute deviation is one of those
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise(Record):
+    """What two traces differ by where nothing changed.
+
+    A module's time is a sum over kernels, so its scatter grows as the square root of its time.
+    """
+
+    ratio: float  # the median of after over before
+    scatter: float  # one standard deviation, us per square root of us
+    modules: int  # that launch the same kernels in both
+
+    def explains(self, before_us: float, after_us: float) -> bool:
+        moved = abs(after_us - self.ratio * before_us)
+        return moved <= BEYOND * self.scatter * math.sqrt(before_us) + 1e-9
+
+    @property
+    def words(self) -> str:
+        return (
+            f"{self.modules} modules that launch the same kernels in both take "
+            f"{self.ratio:.3f} times as long after; faster or slower is what moved further from "
+            f"that than {BEYOND:g} standard deviations of their scatter"
+        )
+
+
+UNKNOWN = f"fewer than {FEWEST} modules launch the same kernels in both, so any difference counts"
+
+
+def noise(before: Sequence[KernelRow], after: Sequence[KernelRow]) -> Noise | None:
+    """From the modules with the same kernels in both; None where there are too few."""
+    old, new = _by_module(before), _by_module(after)
+    times = [
+        (_time_us(old[module]), _time_us(new[module]))
+        for module in old.keys() & new.keys()
+        if _counts(old[module]) == _counts(new[module]) and _time_us(old[module]) > 0
+    ]
+    if len(times) < FEWEST:
+        return None
+    ratio = median(b / a for a, b in times)
+    scatter = NORMAL * median(abs(b - ratio * a) / math.sqrt(a) for a, b in times)
+    return Noise(ratio=ratio, scatter=scatter, modules=len(times))
+
 
 def diff(before: Sequence[KernelRow], after: Sequence[KernelRow]) -> list[Difference]:
-    """Every module of either trace, the largest change of time first."""
+    """Every module of either trace: what changed first, then the largest change of time."""
     sides = [_by_module(rows) for rows in (before, after)]
+    still = noise(before, after)
     found = []
     for module in dict.fromkeys((*sides[0], *sides[1])):
         old, new = (side.get(module, []) for side in sides)
         names_old, names_new = (_counts(rows) for rows in (old, new))
-        before_us, after_us = (sum(row.time_us for row in rows) for rows in (old, new))
+        before_us, after_us = _time_us(old), _time_us(new)
         found.append(
             Difference(
                 module=module,
-                status=_status(old, new, before_us, after_us),
+                status=_status(sides, module, still),
                 before_us=before_us,
                 after_us=after_us,
                 kernels_before=sum(names_old.values()),
@@ -46,7 +105,7 @@ def diff(before: Sequence[KernelRow], after: Sequence[KernelRow]) -> list[Differ
                 vanished=dict(names_old - names_new),
             )
         )
-    return sorted(found, key=lambda d: -abs(d.delta_us))
+    return sorted(found, key=lambda d: (not d.changed, -abs(d.delta_us)))
 
 
 def _by_module(rows: Sequence[KernelRow]) -> dict[str, list[KernelRow]]:
@@ -63,13 +122,19 @@ def _counts(rows: Sequence[KernelRow]) -> Counter[str]:
     return counts
 
 
+def _time_us(rows: Sequence[KernelRow]) -> float:
+    return sum(row.time_us for row in rows)
+
+
 def _status(
-    old: Sequence[KernelRow], new: Sequence[KernelRow], before_us: float, after_us: float
+    sides: Sequence[Mapping[str, Sequence[KernelRow]]], module: str, still: Noise | None
 ) -> str:
-    if not old:
+    if module not in sides[0]:
         return "appeared"
-    if not new:
+    if module not in sides[1]:
         return "vanished"
-    if after_us == before_us:
+    before_us, after_us = (_time_us(side[module]) for side in sides)
+    if after_us == before_us or (still is not None and still.explains(before_us, after_us)):
         return "same"
-    return "faster" if after_us < before_us else "slower"
+    ratio = 1.0 if still is None else still.ratio
+    return "faster" if after_us < ratio * before_us else "slower"

@@ -10,7 +10,8 @@ from html import escape
 from pathlib import Path
 
 from harness.errors import UserError
-from traces.diff import Difference
+from traces.diff import UNKNOWN, Difference, Noise
+from traces.short import short_name
 from traces.trace import Trace
 
 STYLE = """
@@ -36,8 +37,9 @@ code { font-size: .95em; }
 """
 
 
-def page(before: Trace, after: Trace, found: Sequence[Difference]) -> str:
-    """The page: both steps in figures, then a module each, in the order of `found`."""
+def page(before: Trace, after: Trace, found: Sequence[Difference], still: Noise | None) -> str:
+    """The page: both steps in figures, then a module each, in the order of `found`; `still` is
+    what they differ by where nothing changed."""
     longest = max((us for d in found for us in (d.before_us, d.after_us)), default=0.0) or 1.0
     title = "Two traces compared"
     return (
@@ -45,8 +47,11 @@ def page(before: Trace, after: Trace, found: Sequence[Difference]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
         f"<p>Before: {_step(before)}</p>\n<p>After: {_step(after)}</p>\n"
-        f'<p class="muted">{_counts(found)}. Each module is a sum over a step; * stands for a '
-        "layer's number. The largest change comes first.</p>\n"
+        f"<p><b>Modules: {_counts(found)}.</b></p>\n"
+        '<p class="muted">A kernel is one program on the GPU, or one call of an operator on a CPU. '
+        "Each module is a sum over a step; * stands for a layer's number. What changed comes "
+        "first, the upper bar is before, the lower after, all to one scale.</p>\n"
+        f'<p class="muted">{escape(_capital(UNKNOWN if still is None else still.words))}.</p>\n'
         + "".join(_module(d, longest) for d in found)
         + "</body>\n</html>\n"
     )
@@ -98,7 +103,7 @@ def _module(d: Difference, longest: float) -> str:
 
 
 def _bars(d: Difference, longest: float) -> str:
-    colour = "slower" if d.delta_us > 0 else "faster"
+    colour = {"same": "muted", "vanished": "faster", "appeared": "slower"}.get(d.status, d.status)
     rows = (d.before_us, "before", 0), (d.after_us, colour, 9)
     boxes = "".join(
         f'<rect x="0" y="{y}" width="{1000 * us / longest:.1f}" height="8" fill="var(--{fill})"/>'
@@ -107,9 +112,19 @@ def _bars(d: Difference, longest: float) -> str:
     return f'<svg viewBox="0 0 1000 18" preserveAspectRatio="none" role="img">{boxes}</svg>\n'
 
 
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _name(name: str) -> str:
+    short = short_name(name)
+    whole = "" if short == name else f' title="{escape(name)}"'
+    return f"<code{whole}>{escape(short)}</code>"
+
+
 def _names(word: str, counts: Mapping[str, int]) -> str:
     if not counts:
         return ""
     total = sum(counts.values())
-    lines = "".join(f"<li>{n} × <code>{escape(name)}</code></li>" for name, n in counts.items())
+    lines = "".join(f"<li>{n} × {_name(name)}</li>" for name, n in counts.items())
     return f"<details><summary>{total} {word}</summary><ul>{lines}</ul></details>\n"

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from harness.cli import print_table
 from harness.records import Ceilings, KernelRow, LayerMap
-from traces.diff import Difference
+from traces.diff import UNKNOWN, Difference, Noise
 from traces.kernels import BEYOND_MEMORY, KernelTable, beyond_memory, headroom
+from traces.short import short_name
 from traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -143,11 +144,14 @@ def print_candidates(found: "Sequence[Opportunity]") -> None:
     )
 
 
-def print_diff(before: Trace, after: Trace, found: Sequence[Difference]) -> None:
+def print_diff(
+    before: Trace, after: Trace, found: Sequence[Difference], still: Noise | None
+) -> None:
     print("before: ", end="")
     print_summary(before)
     print("after: ", end="")
     print_summary(after)
+    print(UNKNOWN if still is None else still.words)
     print_table(
         "",
         ("module", "change", "before us", "after us", "difference", "kernels", "appeared")
@@ -185,6 +189,7 @@ def percent(row: KernelRow, ceilings: Ceilings | None) -> str:
 
 
 def cut(name: str) -> str:
+    name = short_name(name)
     return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 3]}..."
 
 

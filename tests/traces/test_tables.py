@@ -7,8 +7,8 @@ import pytest
 
 from tests.traces.made import CEILINGS, Did, trace
 from traces import diff_page
-from traces.diff import diff
-from traces.kernels import aggregate, common, headroom, kernel_rows
+from traces.diff import diff, noise
+from traces.kernels import KernelTable, aggregate, common, headroom, kernel_rows
 from traces.layers import layer_map
 from traces.tables import print_rows
 from traces.trace import Trace
@@ -117,13 +117,65 @@ def test_diff_of_a_module_that_only_one_side_has() -> None:
 def test_diff_as_a_page_draws_both_sides_to_one_scale() -> None:
     before = stack(("a", "b"), ("a", "b"), ("c",))
     after = stack(("<fused>",), ("<fused>",), ("c",))
-    page = diff_page.page(before, after, diff(kernel_rows(before), kernel_rows(after)))
+    page = diff_page.page(before, after, diff(kernel_rows(before), kernel_rows(after)), None)
     assert "<h2>layers.*</h2>" in page and '<b class="faster">faster</b>' in page
     assert "50.0 → 30.0 µs" in page and "-20.0 µs" in page and "5 → 3 kernels" in page
     assert re.findall(r'width="([\d.]+)" height="8"', page) == ["1000.0", "600.0"]
     assert "<summary>2 appeared</summary><ul><li>2 × <code>&lt;fused&gt;</code>" in page
     assert "2 × <code>a</code></li><li>2 × <code>b</code>" in page
     assert not re.search(r"https?:|src=|<script", page)
+
+
+NAMES = "embed", "norm", "attend", "project", "experts", "gate", "head"
+NOISE_US = 0.0, 1.0, -1.0, 1.0, -2.0, 2.0, -1.0
+
+
+def busy(machine: float = 1.0, swap: str = "", **factors: float) -> KernelTable:
+    """A module each of NAMES, 100 us and some noise; `machine` and `factors` make them slower."""
+    calls = [("", None), *((name, 0) for name in NAMES)]
+    noise_us = NOISE_US if machine != 1.0 or factors or swap else (0.0,) * len(NAMES)
+    did = [
+        Did(
+            name=f"{swap}_{name}" if swap and name == "gate" else name,
+            call=at,
+            time_us=machine * factors.get(name, 1.0) * 100.0 + extra,
+        )
+        for at, (name, extra) in enumerate(zip(NAMES, noise_us, strict=True), start=1)
+    ]
+    return kernel_rows(trace(did, calls))
+
+
+def test_diff_tells_noise_from_what_got_slower() -> None:
+    before, after = busy(), busy(attend=1.2)
+    still = noise(before, after)
+    assert still is not None and still.modules == len(NAMES)
+    assert still.ratio == pytest.approx(1.01) and still.scatter > 0
+    changes = {d.module: d.status for d in diff(before, after)}
+    assert changes == {**dict.fromkeys(NAMES, "same"), "attend": "slower"}
+    assert diff(before, after)[0].module == "attend"
+    assert {d.status for d in diff(before, busy(attend=1.04))} == {"same"}
+
+
+def test_diff_tells_a_slower_machine_from_a_slower_module() -> None:
+    before, after = busy(), busy(machine=1.3, gate=0.5)
+    found = {d.module: d for d in diff(before, after)}
+    assert found["norm"].delta_us > 25 and found["norm"].status == "same"
+    assert found["gate"].status == "faster"
+    still = noise(before, after)
+    assert still is not None and "take 1.290 times as long after" in still.words
+
+
+def test_diff_puts_other_kernels_first_also_where_they_take_as_long() -> None:
+    found = diff(busy(), busy(swap="fused"))
+    assert (found[0].module, found[0].status) == ("gate", "same")
+    assert (found[0].appeared, found[0].vanished) == ({"fused_gate": 1}, {"gate": 1})
+
+
+def test_diff_of_few_modules_says_that_any_difference_counts() -> None:
+    before, after = stack(("a",)), stack(("a", "b"))
+    assert noise(kernel_rows(before), kernel_rows(after)) is None
+    page = diff_page.page(before, after, diff(kernel_rows(before), kernel_rows(after)), None)
+    assert "Fewer than 5 modules launch the same kernels in both, so any difference counts." in page
 
 
 def test_ambiguous_time_is_not_attributed() -> None:

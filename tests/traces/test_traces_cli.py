@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.errors import UserError
+from harness.workload import Workload
 from tests.layout import ROOT
-from traces.__main__ import main
+from traces.__main__ import changed, main
 
 MODEL = ROOT / "tests" / "agents" / "toy_model.py"
 
@@ -81,6 +83,14 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_compiled_region_can_be_traced() -> None:
+    workload = Workload.load(str(MODEL), "auto", "cpu", 0)
+    model = changed(workload, ["inductor:scaled_norm"])
+    assert model is not workload.model
+    with pytest.raises(UserError, match="unknown change 'nothing'"):
+        changed(workload, ["nothing"])
 
 
 def test_reading_a_file_needs_no_torch(file: Path) -> None:
