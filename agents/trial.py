@@ -5,27 +5,29 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from agents.measure import Steps, places
+from agents.measure import DECODE, KINDS, Steps, places
 from agents.policy import Decision, decide
 from agents.proposers.base import UNKNOWN, Suggestion
 from agents.sandboxed import Gate
 from agents.session import Session
-from agents.tuner import tune
+from agents.tuner import Knobs, tune
 from harness import judge, memcheck, seeds
 from harness.domains import judge_with_domain
 from harness.records import Attempt, Audit, Latency, Status, Verdict
 from harness.spent import Seconds, spent
 from optimized.catalog import load_change
-from optimized.change import KnobValue, apply_change, limit, share
+from optimized.change import Change, apply_change, limit, share
 from optimized.inductor import region_source
 from optimized.plan import Enabled, make_knobs
+
+TUNING_S = 12.0  # a change's knobs for the calls of the target's kind, at most
 
 
 @dataclass(kw_only=True)
 class Outcome:
     """What is known of a change so far."""
 
-    knobs: dict[str, dict[str, KnobValue]] = field(default_factory=dict)
+    knobs: Knobs = field(default_factory=dict)
     region_verdict: Verdict | None = None
     model_verdict: Verdict | None = None
     latency: Latency | None = None
@@ -50,28 +52,19 @@ class Trial:
         is judged in the sandbox before its code runs here, as foreign ones are."""
         if not self.passes_the_gate(suggestion, outcome, gated=gated):
             return
-        session, measure, workload = self.session, self.session.measure, self.session.workload
+        session, workload = self.session, self.session.workload
         change, backend = suggestion.change, suggestion.proposal.backend
         if suggestion.foreign:
             change = load_change(suggestion.proposal.change)
+        self.progress.part("applying it")
+        outcome.model = self.applied(change, backend, {})
         if workload.device.type == "cuda":
             self.progress.part("tuning")
             with spent("tuning"):
-                outcome.knobs = tune(
-                    session.current,
-                    change,
-                    backend,
-                    measure.run_decode(session.current),
-                    studies=session.studies,
-                    seconds=session.budget.share_s(0.03, at_most_s=5.0),
-                )
-        enabled = Enabled(name=change.name, backend=backend, knobs=outcome.knobs)
-        outcome.model = share(session.current)
-        where = places(outcome.model)
+                outcome.knobs = self.tuned(change, backend, outcome.model)
+            if outcome.knobs:
+                outcome.model = self.applied(change, backend, outcome.knobs)
         self.progress.part("region verdict")
-        apply_change(outcome.model, change, backend, make_knobs(change, enabled))
-        if places(outcome.model) != where:
-            session.rebase()  # packing moved weights that a captured graph still points to
         outcome.region_verdict = judge_with_domain(
             session.reference,
             outcome.model,
@@ -107,6 +100,39 @@ class Trial:
                     outcome.model_verdict.seed,
                     outcome.knobs,
                 ).joined(outcome.model_verdict)
+
+    def applied(self, change: Change, backend: str, knobs: Knobs) -> nn.Module:
+        """The model as it stands with the change, too."""
+        model = share(self.session.current)
+        where = places(model)
+        enabled = Enabled(name=change.name, backend=backend, knobs=knobs)
+        apply_change(model, change, backend, make_knobs(change, enabled))
+        if places(model) != where:
+            self.session.rebase()  # packing moved weights that a captured graph still points to
+        return model
+
+    def tuned(self, change: Change, backend: str, model: nn.Module) -> Knobs:
+        """Launch knobs for the calls of the target's kind, then of the other kind."""
+        session, measure = self.session, self.session.measure
+        knobs: Knobs = {}
+        for kind in sorted(KINDS, key=lambda kind: kind != measure.kind):
+
+            def step_us(knobs: Knobs, kind: str = kind) -> float:
+                return measure.in_short_us(self.applied(change, backend, knobs), kind)
+
+            most_s = TUNING_S if kind == measure.kind else TUNING_S / 2
+            found = tune(
+                model,
+                change,
+                backend,
+                measure.run(kind, model),
+                studies=session.studies,
+                seconds=session.budget.share_s(0.01, at_most_s=most_s),
+                # A prefill's calls are long: what is fastest alone is so among its neighbours.
+                step_us=step_us if kind == DECODE else None,
+            )
+            knobs = {**found, **knobs}
+        return knobs
 
     def passes_the_gate(self, suggestion: Suggestion, outcome: Outcome, *, gated: bool) -> bool:
         """Whether the change may run in this process."""

@@ -1,18 +1,36 @@
-"""Launch knobs, tuned with Optuna on the calls that the model really makes."""
+"""Launch knobs, tuned on the calls that the model really makes.
+
+Every shape of the region's calls is tuned by itself, with a cold L2. What is fastest alone need not
+be so among its neighbours, which overlap with it: the fastest few are set beside the heuristic's
+choice in the whole step, and the step decides.
+"""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from agents.knob_search import Space, Values, search
 from agents.storage import Studies
 from harness.bench import time_call
-from optimized.change import Change, Implementation, KnobValue, nodes, replace_forward, shape_key
+from optimized.change import Change, Implementation, nodes, replace_forward, shape_key
 
-MAX_TRIALS = 24
+Knobs = dict[str, Values]  # by shape
+TRIED = 3  # of a shape's fastest, in the whole step
+TRIAL_S = 0.1  # one timing
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a region, and how many of this shape a step makes."""
+
+    node: nn.Module  # the reference's
+    args: tuple[Any, ...]
+    shape: Mapping[str, int]
+    count: int
 
 
 def tune(
@@ -23,91 +41,113 @@ def tune(
     *,
     studies: Studies,
     seconds: float,
-) -> dict[str, dict[str, KnobValue]]:
-    """The fastest valid knobs for the shape of the region's calls in `run_step`.
+    step_us: Callable[[Knobs], float] | None = None,
+) -> Knobs:
+    """The best knobs by shape where they are not the heuristic's, of the calls in `run_step`, which
+    runs `model`, to which `change` is applied already.
 
-    Returns {} where there is nothing to tune, or where the heuristic's choice won. Trials are kept
-    in `studies`, so that a resumed run goes on with them; UserError where they cannot be.
+    `step_us` is the time of the whole step with such knobs; without it the fastest calls count. The
+    `seconds` are shared out among the shapes by their time in the step. Trials are kept in
+    `studies`, so that a resumed run goes on with them; UserError where they cannot be.
     """
     implementation = change.implementation(backend)
     if implementation.knobs is None or implementation.shape is None:
         return {}
-    node, args = first_call(model, nodes(model, change.region), run_step)
-    shape = implementation.shape(node, *args)
-    candidates = implementation.knobs.candidates(shape)
-    default = implementation.knobs.heuristic(shape)
-    best = _search(change, implementation, node, args, candidates, default, studies, seconds)
-    return {} if best is None else {shape_key(shape): best}
+    tuned = [
+        _Tuned(change, implementation, call)
+        for call in calls(model, change, implementation, run_step)
+    ]
+    weights = [t.time_us(t.space.heuristic) * t.call.count for t in tuned]
+    found: dict[str, list[Values]] = {}
+    for i in sorted(range(len(tuned)), key=lambda i: -weights[i]):
+        one = tuned[i]
+        name = f"{studies.mark}{change.name}:{backend}:{one.key}"
+        share_s = seconds * weights[i] / sum(weights)
+        timed = search(name, one.space, one.run, one.time_us, studies=studies, seconds=share_s)
+        found[one.key] = [values for _, values in timed[:TRIED]]
+    heuristics = {one.key: one.space.heuristic for one in tuned}
+    if step_us is None:
+        chosen = {key: fastest[0] for key, fastest in found.items() if fastest}
+    else:
+        chosen = in_step(found, heuristics, step_us)
+    return {key: values for key, values in chosen.items() if values != heuristics[key]}
 
 
-def first_call(
-    model: nn.Module, names: Sequence[str], run_step: Callable[[], object]
-) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The first of the modules `names` that `run_step` calls, and its positional arguments.
+def in_step(
+    found: Mapping[str, Sequence[Values]],
+    heuristics: Knobs,
+    step_us: Callable[[Knobs], float],
+) -> Knobs:
+    """The knobs of each shape with which the whole step is fastest: from the heuristic's, one shape
+    after the other, in the order of `found`."""
+    best: Knobs = dict(heuristics)
+    if all(values == heuristics[key] for key, fastest in found.items() for values in fastest):
+        return best
+    least_us = step_us(best)
+    for key, fastest in found.items():
+        for values in fastest:
+            if values == heuristics[key]:
+                continue
+            tried = {**best, key: values}
+            if (time_us := step_us(tried)) < least_us:
+                best, least_us = tried, time_us
+    return best
 
-    Some are never called: a packed projection reads its siblings' weights past them.
-    """
-    calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
 
-    def note(node: nn.Module, args: tuple[Any, ...]) -> None:
-        if not calls:
-            calls.append((node, args))
+class _Tuned:
+    """The call of one shape, to be made with any knobs."""
 
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            handle = model.get_submodule(name).register_forward_pre_hook(note)
-            stack.callback(handle.remove)
+    def __init__(self, change: Change, implementation: Implementation, call: Call) -> None:
+        assert implementation.knobs is not None
+        self.change, self.implementation, self.call = change, implementation, call
+        self.key, self.knobs = shape_key(call.shape), implementation.knobs
+        candidates = self.knobs.candidates(call.shape)
+        default = self.knobs.heuristic(call.shape)
+        self.space = Space(
+            candidates=candidates,
+            heuristic={name: getattr(default, name) for name in candidates},
+            is_valid=lambda values: self.knobs(**values).is_valid(call.shape),
+        )
+
+    def candidate(self, values: Values) -> nn.Module:
+        knobs = {self.key: self.knobs(**values)}
+        return replace_forward(self.call.node, self.change, self.implementation, knobs)
+
+    def run(self, values: Values) -> None:
         with torch.no_grad():
-            run_step()
-    if not calls:
-        raise ValueError("the region is not called in this step")
-    return calls[0]
+            self.candidate(values)(*self.call.args)
+
+    def time_us(self, values: Values) -> float:
+        return time_call(self.candidate(values), *self.call.args, budget_s=TRIAL_S)
 
 
-def _search(
+def calls(
+    model: nn.Module,
     change: Change,
     implementation: Implementation,
-    node: nn.Module,
-    args: tuple[Any, ...],
-    candidates: Mapping[str, Any],
-    default: Any,
-    studies: Studies,
-    seconds: float,
-) -> dict[str, KnobValue] | None:
-    import optuna
+    run_step: Callable[[], object],
+) -> list[Call]:
+    """The calls of the nodes that `change` replaced in `model`, the first of each shape, as
+    `run_step` makes them; those that its guard leaves to the reference are no shapes of it."""
+    assert implementation.shape is not None
+    first: dict[str, tuple[nn.Module, tuple[Any, ...], Mapping[str, int]]] = {}
+    counts: dict[str, int] = {}
 
-    knobs_type = implementation.knobs
-    assert knobs_type is not None and implementation.shape is not None
-    shape = implementation.shape(node, *args)
+    def note(replaced: Any, args: tuple[Any, ...]) -> None:
+        if getattr(replaced, "applied", None) != change.name:
+            return  # the node that it replaces, whose hooks are the same
+        if replaced.declines is not None and replaced.declines(*args) is not None:
+            return
+        shape = implementation.shape(replaced.replaces(), *args)  # pyright: ignore[reportOptionalCall]
+        key = shape_key(shape)
+        first.setdefault(key, (replaced.replaces(), args, shape))
+        counts[key] = counts.get(key, 0) + 1
 
-    def time_us(values: Mapping[str, Any]) -> float:
-        knobs = {shape_key(shape): knobs_type(**values)}
-        candidate = replace_forward(node, change, implementation, knobs)
-        return time_call(candidate, *args)
-
-    def objective(trial: "optuna.Trial") -> float:
-        values = {k: trial.suggest_categorical(k, list(v)) for k, v in candidates.items()}
-        if not knobs_type(**values).is_valid(shape):
-            raise optuna.TrialPruned
-        return time_us(values)
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with studies.reached():
-        study = optuna.create_study(
-            study_name=f"{studies.mark}{change.name}:{implementation.backend}:{shape_key(shape)}",
-            storage=studies.open(),
-            sampler=optuna.samplers.TPESampler(seed=0),
-            load_if_exists=True,
-        )
-        first = {name: getattr(default, name) for name in candidates}
-        if not study.trials:
-            study.enqueue_trial(first)
-        space = sum(1 for _ in itertools.product(*candidates.values()))
-        trials = min(MAX_TRIALS, space) - len(study.trials)
-        if trials > 0:
-            study.optimize(objective, n_trials=trials, timeout=seconds)
-        finished = [t for t in study.trials if t.value is not None]
-    if not finished:
-        return None
-    best = min(finished, key=lambda t: t.value or 0.0).params
-    return None if best == first else best
+    with contextlib.ExitStack() as stack:
+        for name in nodes(model, change.region):
+            node = model.get_submodule(name)
+            if getattr(node, "applied", None) == change.name:
+                stack.callback(node.register_forward_pre_hook(note).remove)
+        with torch.no_grad():
+            run_step()
+    return [Call(*first[key], counts[key]) for key in first]

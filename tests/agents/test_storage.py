@@ -1,6 +1,7 @@
 """Where the trials of launch knobs are kept, and that no password of a database is."""
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -12,7 +13,7 @@ from agents.storage import Studies
 from agents.tuner import tune
 from harness.errors import UserError
 from harness.ledger import Ledger
-from tests.agents.test_tuner import CHANGE, MODEL, step
+from tests.agents.test_tuner import CHANGE, applied, step
 
 SECRET = "s3cr3t"
 POSTGRES = f"postgresql://me:{SECRET}@127.0.0.1:1/studies"
@@ -24,13 +25,16 @@ def test_trials_are_kept_in_a_database_under_the_runs_mark(tmp_path: Path) -> No
     ledger.append("run", {"target": "decode-bs1"})
     url = f"sqlite:///{tmp_path}/studies.db"
     studies = Studies.of(ledger, url)
-    found = tune(MODEL, CHANGE, "torch", step, studies=studies, seconds=20.0)
+    model = applied()
+    run_step = partial(step, model)
+    found = tune(model, CHANGE, "torch", run_step, studies=studies, seconds=20.0)
     assert found == {"F=512": {"ms": 1}}
     (name,) = optuna.get_all_study_names(url)
     assert name == f"{studies.mark}waiting:torch:F=512" and len(studies.mark) == 13
     before = optuna.load_study(study_name=name, storage=url).trials
     assert len(before) >= 2
-    again = tune(MODEL, CHANGE, "torch", step, studies=Studies.of(ledger, url), seconds=20.0)
+    kept = Studies.of(ledger, url)
+    again = tune(model, CHANGE, "torch", run_step, studies=kept, seconds=20.0)
     assert again == found
     after = optuna.load_study(study_name=name, storage=url).trials
     assert [t.value for t in after[: len(before)]] == [t.value for t in before]
