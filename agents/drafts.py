@@ -5,6 +5,7 @@ Worktrees belong to the run's repository (`agents.workspace`); the user's checko
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,16 @@ from harness.git import blob_id
 from harness.ledger import Ledger
 
 EVENT = "workspace"  # the ledger's
+ORIGIN = "KERNELWRIGHT_ORIGIN"  # of the environment: the user's checkout (`agents.base`)
 CHECKOUTS = "checkouts"  # in a run's folder, beside the candidates' worktrees
 SHOWN = 3
 
 
 @dataclass
 class Drafts:
-    """Of one run. `root` is a checkout of the base commit that workers run from, or None where the
-    files of oracle and judge are not as in that commit, or there is no commit."""
+    """Of one run. `root` is a checkout of the base commit that workers run from: that of this
+    process (`agents.base`), or else one of their own. It is None where the files of oracle and
+    judge are not as in that commit, or there is no commit."""
 
     work: Workspace | None
     root: Path | None
@@ -37,7 +40,7 @@ class Drafts:
         stack = contextlib.ExitStack()
         try:
             work = Workspace.open(root, ledger.directory)
-            others = differing(work, root)
+            others = differing(work, origin() or root)
         except UserError as error:
             say(f"candidates have no worktrees: {error}")
             ledger.append(
@@ -45,6 +48,7 @@ class Drafts:
             )
             return cls(None, None, stack)
         judging = [path for path in others if path in work.locked or not inside(path)]
+        judging = judging if origin() is None else []
         told = {"commit": work.base, "others": others, "judging": judging, "absent": None}
         ledger.append(EVENT, told)
         if judging:
@@ -53,11 +57,13 @@ class Drafts:
                 f"{work.base[:12]}: {named(judging)}"
             )
             return cls(work, None, stack)
+        without = f", without what was edited: {named(others)}" if others else ""
+        say(f"candidates are judged by a checkout of commit {work.base[:12]}{without}")
+        if origin() is not None:
+            return cls(work, root, stack)
         own = Workspace(work.git, work.base, ledger.directory.resolve() / CHECKOUTS)
         own.clear()
         tree = stack.enter_context(own.checkout(work.base, "base"))
-        without = f", without what was edited: {named(others)}" if others else ""
-        say(f"candidates are judged by a checkout of commit {work.base[:12]}{without}")
         return cls(work, tree.root, stack)
 
     @contextlib.contextmanager
@@ -78,6 +84,12 @@ class Drafts:
 
     def close(self) -> None:
         self.opened.close()
+
+
+def origin() -> Path | None:
+    """The user's checkout, if this process runs from one of the base commit."""
+    found = os.environ.get(ORIGIN)
+    return None if found is None else Path(found)
 
 
 def inside(path: str) -> bool:

@@ -5,13 +5,14 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from agents import mcp, run
+from agents import base, mcp, run
 from agents.supervised import Supervisor
 from harness import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     a = mcp.words(argv)
+    base.enter(a)
     return Supervisor(partial(run.live, a), a.resume, a.stall_minutes).run()
 
 

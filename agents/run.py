@@ -5,7 +5,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from agents import lock, other_targets, search, start, storage, workers
+from agents import base, lock, other_targets, search, start, storage, workers
 from agents.claude import options, secrets
 from agents.mcp_link import MCP
 from agents.pulse import Pulse
@@ -104,6 +104,12 @@ def supervised(argv: list[str] | None = None) -> int:
         secrets.take()  # before the run's processes are forked
     begin = partial(live, arguments)
     return Supervisor(begin, arguments.resume, arguments.stall_minutes).run()
+
+
+def command() -> int:
+    """The program, by its own command line."""
+    base.enter(words(None))
+    return supervised()
 
 
 def words(argv: list[str] | None) -> argparse.Namespace:
@@ -280,4 +286,4 @@ def work(a: argparse.Namespace, ledger: Ledger | None, used_s: float, pulse: Pul
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(supervised))
+    sys.exit(cli.run(command))

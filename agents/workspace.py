@@ -230,6 +230,18 @@ def borrow(users: Git, own: Path) -> None:
             shutil.copyfile(there, target)
 
 
+def detached(users: Git, commit: str, folder: Path) -> Path:
+    """A checkout of `commit` of the user's repository in `folder`, which has its own repository;
+    in the user's nothing is written, and what is borrowed from this one is borrowed from there."""
+    own, tree = folder / REPOSITORY, folder / "tree"
+    borrow(users, own)
+    there = users.root / users.run("rev-parse", "--git-path", "objects")
+    shutil.rmtree(own / "objects")
+    (own / "objects").symlink_to(there.resolve())
+    Git(own, own).run("worktree", "add", "--quiet", "--detach", tree, commit)
+    return tree
+
+
 def _changes(raw: str) -> Iterator[tuple[str, str]]:
     """(mode, path) of each line of `git diff --raw -z --no-renames`: the new mode."""
     words = raw.split("\0")

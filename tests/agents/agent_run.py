@@ -1,9 +1,11 @@
 """`python -m agents.run` with short measurements, for runs with a scripted model.
 
-`begun` is a run of the toy model as it stands when its first change is due.
+`begun` is a run of the toy model as it stands when its first change is due. The program is
+`agent_lives.py`.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,14 +17,33 @@ from agents import measure, run
 from agents.claude.trajectory import FOLDER, NAME, Trajectory
 from agents.proposers.replay import Replay  # noqa: F401 - imported before lives begin
 from harness import cli
+from harness.git import Git
 from harness.ledger import Ledger
 from harness.records import Attempt
 from harness.workload import Workload
 from tests.agents import killers
 from tests.agents.fake_api import KEY, FakeApi
+from tests.layout import ROOT, own_files
 
-ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("agent_lives.py")
 SECRET = "a-secret-of-the-environment"
+
+
+def clone(source: Path, to: Path) -> Git:
+    subprocess.run(["git", "clone", "--quiet", "--local", source, to], check=True)
+    return Git(to)
+
+
+def committed(folder: Path) -> Git:
+    """A clone whose last commit holds this very tree, from which runs work."""
+    git = clone(ROOT, folder)
+    for file in own_files():
+        copy = git.root / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+    git.run("add", "--all")
+    git.run("commit", "--quiet", "--allow-empty", "-m", "as it is", fallback_identity=True)
+    return git
 
 
 def begun(directory: Path, proposer: str, model: str = killers.TOY) -> Path:
@@ -46,7 +67,7 @@ def goes_on(
     """The run in `directory`, in a process of its own, until it ends; `root` has the files that it
     runs. With `killed` nobody watches it, and it is killed once it has written such an event of its
     trajectory (`result:verify`: the result of that tool) or of its ledger (`ledger:attempt`)."""
-    program = root / Path(__file__).relative_to(ROOT)
+    program = root / PROGRAM.relative_to(ROOT)
     line = [sys.executable, str(program), "--resume", str(directory), "--budget-minutes", "10"]
     own = {**environment(api, root), "KILLED": killed}
     return subprocess.run([*line, *more], env=own, cwd=root, capture_output=True, text=True)
@@ -97,7 +118,3 @@ def main(words: Sequence[str]) -> int:
         die_after(killed)
         return cli.run(lambda: run.main(list(words)))
     return cli.run(lambda: run.supervised(list(words)))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

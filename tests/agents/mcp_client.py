@@ -35,14 +35,16 @@ def connected(
     *words: str,
     log: Path,
     mode: str = "legacy",
+    root: Path = ROOT,
     **more: str,
 ) -> None:
-    """Let `work` use a server, `python PROGRAM WORDS`, whose stderr goes to `log`. `mode` is the
-    SDK's: "legacy" the handshake up to 2025-11-25, "auto" what came after it."""
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    """Let `work` use a server, `python PROGRAM WORDS`, whose stderr goes to `log`; `root` has the
+    files that it runs. `mode` is the SDK's: "legacy" the handshake up to 2025-11-25, "auto" what
+    came after it."""
+    environment = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **more}
     environment["PATH"] = os.environ["PATH"]
     server = StdioServerParameters(
-        command=sys.executable, args=[program, *words], env=environment, cwd=ROOT
+        command=sys.executable, args=[program, *words], env=environment, cwd=root
     )
 
     async def connect() -> None:

@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Sequence
 
-from agents import mcp
+from agents import base, mcp
 from harness import cli
 
 
 def work(words: Sequence[str]) -> int:
+    base.enter(mcp.words(words))  # before PyTorch is imported
     from agents import mcp_run, measure
     from agents.proposers.mcp import Mcp  # noqa: F401 - imported before lives begin
     from harness.workload import Workload

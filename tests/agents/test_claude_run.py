@@ -11,7 +11,15 @@ from agents.proposers.claude import SPENT
 from harness.ledger import Ledger
 from harness.records import Attempt, Status
 from reports.run import Run
-from tests.agents.agent_run import SECRET, attempts, begun, goes_on, results, trajectory
+from tests.agents.agent_run import (
+    SECRET,
+    attempts,
+    begun,
+    committed,
+    goes_on,
+    results,
+    trajectory,
+)
 from tests.agents.fake_api import KEY, FakeApi, Step, call, calls
 
 FILE = """
@@ -102,7 +110,12 @@ TEXTS = ".jsonl", ".json", ".md", ".html", ".py"
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory) -> tuple[Path, str]:
+def tree(tmp_path_factory) -> Path:
+    return committed(tmp_path_factory.mktemp("clone") / "tree").root
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory, tree: Path) -> tuple[Path, str]:
     """A run with a model that cheats, breaks a rounding point, spies, and then submits an honest
     change, killed when the first attempt is due and continued: its directory, and what the
     continued one said."""
@@ -128,9 +141,9 @@ def scripted(tmp_path_factory) -> tuple[Path, str]:
         )
         api.play(*steps)
         alone = "--budget-usd", "1", "--candidates", "1", "--plateau", "9"
-        died = goes_on(directory, api, *alone, killed="submitted")
+        died = goes_on(directory, api, *alone, killed="submitted", root=tree)
         assert died.returncode == -9 and attempts(directory) == [], died.stderr
-        done = goes_on(directory, api, *alone)
+        done = goes_on(directory, api, *alone, root=tree)
     assert done.returncode == 0, done.stderr
     assert len(api.asked) == len(steps)  # nothing was asked twice
     return directory, done.stderr
@@ -212,7 +225,9 @@ def words(attempt: Attempt) -> str:
 
 
 @pytest.mark.long
-def test_a_record_is_replayed_without_network_and_what_differs_is_said(scripted, tmp_path) -> None:
+def test_a_record_is_replayed_without_network_and_what_differs_is_said(
+    scripted, tree: Path, tmp_path
+) -> None:
     """Its first answers, of whose results one is not what the tools say."""
     directory, _ = scripted
     lines = trajectory(directory)
@@ -223,7 +238,7 @@ def test_a_record_is_replayed_without_network_and_what_differs_is_said(scripted,
     record = tmp_path / "record.jsonl"
     record.write_text("".join(json.dumps(event) + "\n" for event in lines[:end]))
     again = begun(tmp_path / "again", f"replay:{record}")
-    done = goes_on(again, None)
+    done = goes_on(again, None, root=tree)
     assert done.returncode == 0, done.stderr
     before, now = attempts(directory)[:2], attempts(again)
     # Every verdict draws its own seed: the words are the same, not the figures.

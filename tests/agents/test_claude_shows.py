@@ -2,7 +2,7 @@
 that is killed at every stage: what is kept is a pull request that a clean clone reproduces."""
 
 import json
-import shutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from agents import base
 from harness.git import Git
 from harness.ledger import Ledger
 from harness.records import Status
@@ -18,6 +19,8 @@ from tests.agents import killers
 from tests.agents.agent_run import (
     attempts,
     begun,
+    clone,
+    committed,
     environment,
     goes_on,
     results,
@@ -25,7 +28,6 @@ from tests.agents.agent_run import (
 )
 from tests.agents.fake_api import FakeApi, Step, call, calls
 from tests.agents.test_claude_run import BREAKS, CHEATS, HONEST, submits, writes
-from tests.layout import ROOT, own_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,6 +35,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 # long it is surely faster on a busy one, too.
 NEEDLESS = "        for _ in range(100):\n            wide = wide * 1.0\n"
 DECODE_S = "1.5"
+# In the user's checkout, from the start or from one of the lives on. Whoever imports it, hears it.
+BROKEN = "raise RuntimeError('this is being edited')\n"
+LATER = "harness/points.py", "agents/loop.py", "optimized/inductor.py"
+EDITED = 2
 WHERE = 'raise RuntimeError("optimized is at " + __import__("optimized").__path__[0])'
 # A life ends after each of these events: while regions are judged, in an attempt, while what was
 # kept is certified, before the model is told, in the closing measurements. The last one goes on to
@@ -68,9 +74,9 @@ def state(root: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in files}
 
 
-def clone(source: Path, to: Path) -> Git:
-    subprocess.run(["git", "clone", "--quiet", "--local", source, to], check=True)
-    return Git(to)
+def break_files(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).write_text(BROKEN)
 
 
 def wasteful(folder: Path) -> Path:
@@ -86,28 +92,29 @@ def wasteful(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory) -> Shown:
     folder = tmp_path_factory.mktemp("shown")
-    upstream = clone(ROOT, folder / "upstream")
-    for file in own_files():
-        copy = upstream.root / file.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)
-    upstream.run("add", "--all")
-    upstream.run("commit", "--quiet", "--allow-empty", "-m", "as it is", fallback_identity=True)
+    upstream = committed(folder / "upstream")
     mine = clone(upstream.root, folder / "mine")
     (mine.root / "README.md").write_text("being edited\n")
     (mine.root / "CHANGELOG.md").write_text("staged\n")
     mine.run("add", "CHANGELOG.md")
     (mine.root / "optimized" / "notes.txt").write_text("mine\n")
+    break_files(mine.root, "harness/judge.py", "reference/cache.py")
     before = state(mine.root)
+    (folder / "tmp").mkdir()
 
     run = begun(folder / "run", "claude", str(wasteful(folder)))
     said = ""
     with FakeApi(*STEPS) as api, pytest.MonkeyPatch.context() as patch:
         patch.setenv("DECODE_S", DECODE_S)
-        for killed in (*KILLED, ""):
+        patch.setenv("TMPDIR", str(folder / "tmp"))
+        for number, killed in enumerate((*KILLED, "")):
+            if number == EDITED:
+                break_files(mine.root, *LATER)
+                before |= {name: BROKEN.encode() for name in LATER}
             done = goes_on(run, api, "--budget-usd", "1", killed=killed, root=mine.root)
             said += done.stderr
             assert done.returncode == (-9 if killed else 0), f"{killed}: {done.stderr}"
+    assert not list((folder / "tmp").glob(f"{base.PREFIX}*"))  # of killed lives neither
     return Shown(upstream.root, mine.root, before, run, len(api.asked), said)
 
 
@@ -120,8 +127,8 @@ def test_two_are_refused_for_the_right_reasons_and_the_honest_one_is_kept(shown:
     assert honest.status is Status.KEPT and honest.latency is not None
     assert honest.reason.startswith("decode gained ") and honest.model_verdict is not None
     told = results(shown.run)
-    where = shown.run.resolve() / "checkouts" / "base" / "optimized"
-    assert f"RuntimeError: optimized is at {where}" in told[2]
+    place = rf"RuntimeError: optimized is at \S+/{base.PREFIX}\d+-\w+/tree/optimized"
+    assert re.search(place, told[2])
     assert told[4].startswith("candidate 1 of at most 3 in this round; ")
     assert told[9].startswith("round 1, 3 candidates: 1 kept, 2 rejected, 0 failed\n")
     assert "the best: honest-" in told[9] and "the most instructive failure: " in told[9]
@@ -150,8 +157,13 @@ def test_the_users_checkout_stays_byte_for_byte_as_it_was(shown: Shown) -> None:
     assert state(shown.mine) == shown.before
     head = Git(shown.upstream).commit("HEAD")
     assert head is not None
-    assert f"candidates are judged by a checkout of commit {head[:12]}" in shown.said
-    assert not (shown.run / "checkouts").exists() and not (shown.run / "worktrees").exists()
+    judged = f"candidates are judged by a checkout of commit {head[:12]}, without what was edited: "
+    for edited in (
+        "harness/judge.py, reference/cache.py\n",
+        "harness/judge.py, harness/points.py, ",
+    ):
+        assert judged + edited in shown.said
+    assert not (shown.run / "worktrees").exists()
     own = Git(shown.run / "repository", shown.run / "repository")
     assert own.run("diff", "--name-only", f"{head}..kept").startswith("optimized/honest_")
     message = own.run("log", "-1", "--format=%B", "kept")

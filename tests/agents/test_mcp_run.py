@@ -7,11 +7,12 @@ import pytest
 
 from harness.ledger import Ledger
 from harness.records import Status
-from tests.agents.agent_run import SECRET, attempts, begun, results, trajectory
+from tests.agents.agent_run import SECRET, attempts, begun, committed, results, trajectory
 from tests.agents.mcp_client import Agent, connected
 from tests.agents.test_claude_run import CHEATS, DECIDED, HONEST, TELLS, text
+from tests.layout import ROOT
 
-SERVER = str(Path(__file__).with_name("mcp_run.py"))
+SERVER = Path(__file__).with_name("mcp_run.py").relative_to(ROOT)
 LIMITS = "--budget-minutes", "10"
 
 
@@ -52,10 +53,11 @@ def test_a_coding_agent_writes_submits_and_hears_the_decision(tmp_path: Path) ->
         assert not error
         assert any("s " in note for note in agent.heard)  # a call took five seconds, and told
 
-    words = SERVER, "--resume", str(directory), *LIMITS
-    connected(leaves, *words, log=tmp_path / "log", **more)
+    root = committed(tmp_path / "clone").root
+    words = str(root / SERVER), "--resume", str(directory), *LIMITS
+    connected(leaves, *words, log=tmp_path / "log", root=root, **more)
     # The run comes to its end without its client; what continues it waits for that.
-    connected(returns, *words, log=tmp_path / "log", mode="auto", **more)
+    connected(returns, *words, log=tmp_path / "log", mode="auto", root=root, **more)
 
     cheat, honest = attempts(directory)
     assert cheat.status is Status.REJECTED
