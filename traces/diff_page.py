@@ -87,7 +87,9 @@ def _step(trace: Trace) -> str:
 def _counts(found: Sequence[Difference]) -> str:
     order = "slower", "faster", "appeared", "vanished", "same"
     counts = [(word, sum(d.status == word for d in found)) for word in order]
-    return ", ".join(f"{n} {word}" for word, n in counts if n) or "no module"
+    words = ", ".join(f"{n} {word}" for word, n in counts if n) or "no module"
+    other = sum(d.status == "same" and d.changed for d in found)
+    return words + (f", {other} of them with other kernels" if other else "")
 
 
 def _module(d: Difference, longest: float) -> str:

@@ -1,5 +1,6 @@
 """`python -m reports ci` as jobs call it: exit codes, files, a commit built beside the tree."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,6 +17,7 @@ from reports.regression import Outcome
 from reports.run import KINDS, Run
 from tests.layout import ROOT
 from tests.reports.conftest import paired
+from tests.reports.test_pictures import EVIDENCE
 
 TOY = "tests/agents/toy_model.py"
 
@@ -91,6 +93,26 @@ def test_a_regression_is_exit_1_and_a_failed_case(
     assert svg.count("<circle") == 4 and svg.count('fill="var(--failed)"') == 1
     assert main([*words, "--update-baseline"]) == 0  # accepted on purpose
     assert main(words) == 0
+
+
+def test_three_percent_are_found_against_the_committed_baseline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for factor, code, said in ((1.0, 0, "same"), (1.03, 1, "slower"), (1 / 1.03, 0, "faster")):
+        run = tmp_path / f"times-{factor:.2f}"
+        shutil.copytree(EVIDENCE, run)
+        final = Ledger.open(run).last("final")
+        assert final is not None
+        decode = final["pairs"]["decode"]
+        decode["candidate_us"] *= factor
+        decode["candidate_interval_us"] = [us * factor for us in decode["candidate_interval_us"]]
+        Ledger.open(run).append("final", final)
+        words = ["ci", "--baseline", str(ROOT / "reports" / "baselines"), "--current", str(run)]
+        assert main(words) == code
+        page = capsys.readouterr().out
+        outcome = f"**{said}**" if code else said
+        assert f"| latency, decode | {outcome} | 6.109 → " in page
+        assert "| latency, prefill | same |" in page
 
 
 def test_bad_input_is_refused(run: Path, tmp_path: Path) -> None:

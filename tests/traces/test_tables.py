@@ -169,6 +169,8 @@ def test_diff_puts_other_kernels_first_also_where_they_take_as_long() -> None:
     found = diff(busy(), busy(swap="fused"))
     assert (found[0].module, found[0].status) == ("gate", "same")
     assert (found[0].appeared, found[0].vanished) == ({"fused_gate": 1}, {"gate": 1})
+    page = diff_page.page(stack(("a",)), stack(("a",)), found, None)
+    assert "Modules: 7 same, 1 of them with other kernels." in page
 
 
 def test_diff_of_few_modules_says_that_any_difference_counts() -> None:
