@@ -19,6 +19,7 @@ TABLES = {
     "kernels": module.KERNELS,
     "latency": module.LATENCY,
     "samples": module.SAMPLES,
+    "others": module.OTHERS,
 }
 
 
