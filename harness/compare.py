@@ -60,6 +60,8 @@ class SelfNoise:
     cases: dict[str, CaseNoise] = field(default_factory=dict)
     peak: float = 0.0  # largest |perturbed - replay|
     square: float = 0.0  # largest mean square of that in one replay
+    elided: float = 0.0  # largest scaled distance of a typical case's replay from that without one
+    # of the interior roundings that the contract keeps
 
     @property
     def draws(self) -> int:
@@ -171,6 +173,15 @@ class Tally:
         noise.worst = max(noise.worst, top)
         self.self_noise.peak = max(self.self_noise.peak, peak)
         self.self_noise.square = max(self.self_noise.square, square)
+
+    def add_elided(self, other: Tensor, replay: Tensor, keep: Tensor | None) -> None:
+        """Pool one replay that lacks an interior rounding which the contract keeps."""
+        if other.numel() == 0 or same_bits(other, replay):
+            return
+        apart = scaled(other, replay).nan_to_num(0.0, 0.0, 0.0)
+        if keep is not None:
+            apart = apart.masked_fill(~keep.expand_as(apart), 0.0)
+        self.self_noise.elided = max(self.self_noise.elided, float(apart.max()))
 
     def add_golden(self, candidate: Tensor, replay: Tensor, golden: Tensor) -> None:
         """Pool one case's distances from the FP64 result."""

@@ -227,4 +227,4 @@ class _TimedStep:
 def _typical(noise: SelfNoise) -> SelfNoise:
     """The noise of the typical cases: a timed step's values are of their scale."""
     cases = {name: case for name, case in noise.cases.items() if case.typical}
-    return SelfNoise(cases, noise.peak, noise.square)
+    return SelfNoise(cases, noise.peak, noise.square, noise.elided)

@@ -283,6 +283,10 @@ class Examination:
                 plan = self.plan(elide=plan.elide ^ {point.name})
             other = replay(reference, case.args, plan, prepared.first, case.kwargs).results
             flip = Flip(point, word, {n: t for n, t in other.items() if is_real(t.dtype)})
+            if word == "kept" and not point.fused and case.typical:
+                for name, tensor in flip.results.items():
+                    ours, mask = prepared.contract.results[name], prepared.masks.get(name)
+                    self.tally(name).add_elided(tensor, ours, mask)
             if word == "added":
                 flip.noise = self._plain_noise(reference, prepared, plan, other)
             yield flip

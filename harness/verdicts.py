@@ -125,7 +125,10 @@ def distance_limit(tally: Tally, case: str, elements: int) -> float:
     """The largest scaled distance that is noise: the largest that noise showed in the same case, or
     in all typical ones for one of them, taken on to the false-alarm level, and one ULP, the least
     by which two roundings differ. Cases without noise replays of their own are typical ones, and
-    pooled."""
+    pooled.
+
+    Noise that flips an interior rounding is rare, and may not have been seen where what follows
+    magnifies it: a flip moves a value by a unit, eliding its rounding by half of one at most."""
     noise = tally.noise.get(case)
     if noise is None:
         elements = tally.elements
@@ -135,7 +138,8 @@ def distance_limit(tally: Tally, case: str, elements: int) -> float:
     draws = sum(n.draws for n in group)
     if not draws:
         return 1.0
-    return 1.0 + max(n.worst for n in group) * bounds.extreme_factor(elements, draws)
+    seen = max(n.worst for n in group) * bounds.extreme_factor(elements, draws)
+    return 1.0 + max(seen, 2 * tally.self_noise.elided)
 
 
 def golden_errors(tally: Tally) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from harness.bounds import (
     FALSE_ALARM,
@@ -14,6 +15,11 @@ from harness.bounds import (
     spread,
     upper_rate,
 )
+from harness.compare import SelfNoise, Tally
+from harness.region import RegionCases
+from harness.verdicts import distance_limit
+from harness.workload import Workload
+from optimized.change import Contract
 
 
 def binomial_tail(n: int, p: float, k: int) -> float:
@@ -66,3 +72,25 @@ def test_extremes_grow_slowly() -> None:
     assert 1.0 < extreme_factor(10**5, 64 * 10**5) < 2.0
     assert extreme_factor(10, 1) == math.inf
     assert FALSE_ALARM < 1e-3
+
+
+def test_a_flipped_interior_rounding_may_be_magnified() -> None:
+    """No noise seen: one ULP, and twice what eliding a kept rounding shows."""
+    tally = Tally("q", "reduction", SelfNoise({"case": CaseNoise(1000, [0] * 4)}))
+    assert distance_limit(tally, "case", 1000) == 1.0
+    replay, unit = torch.tensor([[9.0, 1.0]]).bfloat16(), 2.0**-4  # of 9.0
+    other = replay.float() + torch.tensor([[0.7 * unit, 3 * unit]])
+    tally.add_elided(other, replay, torch.tensor([[True, False]]))
+    assert math.isclose(distance_limit(tally, "case", 1000), 1.0 + 2 * 0.7, rel_tol=1e-5)
+
+
+@pytest.mark.slow
+def test_roundings_before_a_factor_are_magnified_in_a_models_region() -> None:
+    """Queries of Muse Spark are multiplied by 5.5 after a rounding, keys are not."""
+    work = Workload.load("muse-spark", "mini", "cpu")
+    contract = Contract(numerics="reduction")
+    cases = RegionCases.prepare(work.model, "qk_unit_norm", contract, work, 0)
+    list(cases.nodes())
+    elided = {n: t.self_noise.elided for n, t in cases.measured.tallies.items()}
+    assert 0.5 < elided["q"] < 2
+    assert elided["v_cache"] == 0
