@@ -76,8 +76,14 @@ def parser() -> argparse.ArgumentParser:
     add_options(verify)
     bisection = add("bisect", "which kept change breaks a run's model, and where", model=False)
     bisection.add_argument("run", metavar="RUN", help="a run's directory")
-    bench = add("bench", "the unchanged model eager, in a CUDA graph, and compiled")
-    bench.add_argument("--target", default="decode-bs1", help="what is timed beside the prefill")
+    bench = add("bench", "the model eager, in a CUDA graph, compiled, and with a plan's changes")
+    bench.add_argument(
+        "--target",
+        nargs="+",
+        default=["decode-bs1"],
+        metavar="T",
+        help="what is timed beside the prefill; with --plan, or several: these alone",
+    )
     bench.add_argument("--minutes", type=positive, default=10.0, help="for all baselines")
     add_bench(bench)
     add("ceilings", "what this device can do at most, measured", model=False)

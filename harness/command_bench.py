@@ -27,8 +27,7 @@ FLAGS = {
     "rows": ("peers",),
     "against": ("peers",),
     "cold_l2": ("peers",),
-    "plan": ("peers", "curve"),
-    "beyond_domain": ("curve",),
+    "beyond_domain": ("curve", "plan"),
     "candidates": ("evaluations",),
 }
 
@@ -53,8 +52,12 @@ def bench(a: argparse.Namespace) -> int:
         from harness.command_curve import curves
 
         return curves(a)
+    if a.plan or len(a.target) > 1:
+        from harness.command_steps import steps
+
+        return steps(a)
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
-    chosen = workload.target(a.target)
+    chosen = workload.target(a.target[0])
     targets = {"decode": workload.target(DECODE), "prefill": workload.target(PREFILL)}
     targets[chosen.kind] = chosen
     inputs = {kind: workload.inputs(target, seed=a.seed) for kind, target in targets.items()}
