@@ -9,6 +9,7 @@ call's sizes, and called directly when they come again.
 
 import copy
 import functools
+import inspect
 import logging
 import types
 from collections.abc import Callable, Mapping
@@ -46,8 +47,10 @@ class Region:
         entry = types.FunctionType(code, _entry.__globals__)
         self.entry = torch.compile(entry, fullgraph=True, backend=self._backend)
 
-    def __call__(self, view: nn.Module, args: tuple[Any, ...]) -> tuple[Any, Called | None]:
-        """The result of view.forward(*args), and the graph that computed it."""
+    def __call__(
+        self, view: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> tuple[Any, Called | None]:
+        """The result of view.forward(*args, **named), and the graph that computed it."""
         settings = torch._dynamo.config.patch(
             capture_scalar_outputs=True,
             recompile_limit=MAX_GRAPHS,
@@ -55,7 +58,7 @@ class Region:
         )
         self.called = None
         with settings:
-            result = self.entry(view, args)
+            result = self.entry(view, args, named)
         called, self.called = self.called, None
         return result, called
 
@@ -89,8 +92,8 @@ class Region:
         graph.current_callable = recorded
 
 
-def _entry(view: nn.Module, args: tuple[Any, ...]) -> Any:
-    return view.forward(*args)
+def _entry(view: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    return view.forward(*args, **named)
 
 
 @functools.cache
@@ -132,16 +135,22 @@ def compile_node(node: nn.Module, options: Mapping[str, Any]) -> Callable[..., A
     compiled = region(type(node), tuple(sorted(options.items())))
     view = view_of(node)
     known: dict[Any, Any] = {}
+    signature = inspect.signature(node.forward)
 
-    def forward(*args: Any) -> Any:
+    def forward(*args: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():  # as a part of a larger region
-            return node.forward(*args)
+            return node.forward(*args, **named)
+        if named:
+            bound = signature.bind(*args, **named)
+            args, named = bound.args, bound.kwargs
+            if named:  # of no position, or behind one that was left out
+                return compiled(view, args, named)[0]
         key = tuple([_kind(arg) for arg in args]), torch.is_grad_enabled()
         replay = known.get(key)
         if replay is not None:
             return replay(args)
         before = _state(view)
-        result, called = compiled(view, args)
+        result, called = compiled(view, args, {})
         if called is not None and _state(view) == before:
             replay = _replay(view, args, result, called)
             if replay is not None:

@@ -103,6 +103,28 @@ def test_known_calls_skip_dynamo(graphs):
     assert graphs["dispatched"] == 2
 
 
+class Scaled(nn.Module):
+    """Called by names, as modules of other libraries call theirs."""
+
+    def forward(self, x: Tensor, scale: Tensor, shift: float = 0.0, *, twice: bool = False):
+        y = (x.float() * scale.float() + shift).to(x.dtype)
+        return y + y if twice else y
+
+
+def test_arguments_may_be_given_by_name(graphs):
+    """By position they are the same call, which Dynamo serves once."""
+    node = fresh(Scaled)()
+    function, x, scale = compiled(node), bf16(3, WIDTH), bf16(WIDTH, seed=1)
+    for _ in range(2):
+        assert same_bits(function(scale=scale, x=x), node(x, scale))
+    assert same_bits(function(x, scale), node(x, scale))
+    assert graphs == {"compiled": 1, "dispatched": 1}
+    assert same_bits(function(x, scale=scale, twice=True), node(x, scale, twice=True))
+    assert same_bits(function(x, scale, shift=0.5), node(x, scale, 0.5))
+    with pytest.raises(TypeError, match="missing a required argument: .scale."):
+        function(x, scales=scale)
+
+
 def test_no_rows():
     h, x = compiled(fresh(ResidualBoundary)(5, EPS))(*boundary_args(0))
     assert h.shape == x.shape == (1, 0, WIDTH)
