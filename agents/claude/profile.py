@@ -35,14 +35,18 @@ METRICS = {
     "registers": "launch__registers_per_thread",
 }
 SHARED = "launch__shared_mem_per_block_static", "launch__shared_mem_per_block_dynamic"
-STALLS = (
-    "barrier", "branch_resolve", "dispatch_stall", "drain", "imc_miss", "lg_throttle",
+STALLS = (  # no card has all of them: B200 lacks gmma and imc_miss
+    "barrier", "branch_resolve", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle",
     "long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction",
     "short_scoreboard", "sleeping", "tex_throttle", "wait",
 )  # fmt: skip
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+ALL = *METRICS.values(), *SHARED, *(STALL.format(reason) for reason in STALLS)
+ERROR, HEAD = "==ERROR==", '"ID",'  # how ncu's lines begin
+NO_RIGHT = "ERR_NVGPUCTRPERM"
 TOP = 3
-US = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}
+US = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
+US |= {"nsecond": 1e-3, "usecond": 1.0, "msecond": 1e3, "second": 1e6}
 BYTES = {"byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9}
 NAME = 60  # letters of a kernel's
 
@@ -71,17 +75,21 @@ class Kernel:
         return ", ".join(f"{reason} {found[reason]:.1f}" for reason in most if found[reason]) or "?"
 
 
-def command(ncu: str, case: Path, model: str, device: str) -> list[str]:
+def command(
+    ncu: str, case: Path, model: str, device: str, metrics: Sequence[str] = ALL
+) -> list[str]:
     """What profiles the call that the process marks; its clocks are those of the run."""
-    metrics = [*METRICS.values(), *SHARED, *(STALL.format(reason) for reason in STALLS)]
     options = ["--csv", "--profile-from-start", "off", "--clock-control", "none"]
     options += ["--launch-count", str(MOST_KERNELS), "--metrics", ",".join(metrics)]
     return [ncu, *options, *PROFILED, "call", str(case), model, device]
 
 
 def kernels(text: str) -> list[Kernel]:
-    """From ncu's CSV, one line for each metric of each launch, between lines of its own."""
-    lines = [line for line in text.splitlines() if line.startswith('"')]
+    """From ncu's CSV, one line for each metric of each launch, between lines of its own and of the
+    program that it profiles."""
+    listed = text.splitlines()
+    first = next((n for n, line in enumerate(listed) if line.startswith(HEAD)), len(listed))
+    lines = [line for line in listed[first:] if line.startswith('"')]
     found: dict[str, tuple[str, dict[str, float]]] = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines))):
         name, values = found.setdefault(row.get("ID") or "", (row.get("Kernel Name") or "", {}))
@@ -104,10 +112,22 @@ def table(found: Sequence[Kernel]) -> str:
     return "\n".join([head, " | ".join(columns), *(k.row() for k in found)])
 
 
+def refused(text: str, metrics: Sequence[str]) -> set[str]:
+    """Those of `metrics` that ncu says the card has not: it then profiles nothing."""
+    errors = " ".join(line for line in text.splitlines() if line.startswith(ERROR))
+    return {metric for metric in metrics if metric.partition(".")[0] in errors}
+
+
 def failure(text: str, code: int) -> str:
     """Why there is no table, in ncu's or the profiled process's own words."""
+    if NO_RIGHT in text:
+        return (
+            f"ncu may not read this card's performance counters ({NO_RIGHT}); an administrator "
+            "allows it with the driver's option NVreg_RestrictProfilingToAdminUsers=0, or a "
+            "container with --cap-add=SYS_ADMIN"
+        )
     said = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line.removeprefix("==ERROR== ") for line in said if line.startswith("==ERROR==")]
+    errors = [line.removeprefix(ERROR).strip() for line in said if line.startswith(ERROR)]
     words = errors[:2] or [line for line in said if not line.startswith("==")][-1:]
     return f"ncu gave no figures (exit code {code}): {'; '.join(words) or 'it said nothing'}"
 
@@ -195,10 +215,18 @@ def run(
 
 def serve(ncu: str, folder: Path) -> None:
     """The helper: profile the case in `folder` whenever told to, until stdin ends."""
+    metrics: Sequence[str] = ALL
+    environment = os.environ | {"LC_ALL": "C"}  # elsewhere a comma may stand in figures for a point
+
     for text in sys.stdin:
         order = json.loads(text)
-        line = command(ncu, folder / CASE, order["model"], order["device"])
-        code, out, err = run(line, TIMEOUT_S)
+        while True:
+            line = command(ncu, folder / CASE, order["model"], order["device"], metrics)
+            code, out, err = run(line, TIMEOUT_S, environment)
+            lacking = set() if kernels(out) else refused(out + err, metrics)
+            if not lacking:
+                break
+            metrics = [metric for metric in metrics if metric not in lacking]
         print(json.dumps({"code": code, "out": out, "err": err}), flush=True)
 
 

@@ -1,9 +1,11 @@
 """Nsight Compute, played: runs what it is to profile, then prints CSV as the real one does.
 
-Separators of thousands, units that differ from row to row and "n/a" for a metric that the card
-lacks are as in ncu's own output; the figures are made up.
+Separators of thousands, units that differ from row to row, "n/a" for a metric that cannot be
+collected, an error for one that the card lacks (as B200 does) and figures by the user's locale are
+as in ncu's own output; the figures are made up.
 """
 
+import os
 import subprocess
 import sys
 
@@ -56,6 +58,11 @@ def table() -> str:
 
 def main() -> int:
     words = sys.argv[1:]
+    asked = words[words.index("--metrics") + 1].split(",")
+    gone = [metric for metric in asked if "_gmma_" in metric or "_imc_miss_" in metric]
+    if gone:
+        print(f"==ERROR== Failed to access the following {len(gone)} metrics: {', '.join(gone)}")
+        return 1
     target = words[words.index(sys.executable) :]
     done = subprocess.run(target, capture_output=True, text=True)
     if done.returncode:
@@ -63,7 +70,8 @@ def main() -> int:
         print(done.stderr.strip().splitlines()[-1])
         print("==WARNING== No kernels were profiled.")
         return done.returncode
-    print(table())
+    print('"a line of the program, not of ncu"')
+    print(table() if os.environ.get("LC_ALL") == "C" else table().replace(".", ","))
     return 0
 
 

@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from agents.claude import profiled
-from agents.claude.profile import CASE, METRICS, Profiler, command, failure, kernels, table
+from agents.claude.profile import (
+    ALL,
+    CASE,
+    METRICS,
+    STALL,
+    Profiler,
+    command,
+    failure,
+    kernels,
+    refused,
+    table,
+)
 from harness.workload import Workload
 from tests.agents import fake_ncu, killers
 
@@ -65,14 +76,43 @@ def test_metrics_become_one_line_for_each_kernel() -> None:
 def test_no_figures_are_explained_in_the_words_of_ncu() -> None:
     said = (
         "==PROF== Connected to process 7\n"
-        "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access counters\n"
+        "==ERROR== An error was reported by the counter measurement library:\n"
+        "==ERROR== Failed to initialize the profiler: LibraryNotLoaded.\n"
+        "==ERROR== The application returned an error code (9).\n"
     )
     assert kernels(said) == []
-    assert failure(said, 1) == (
-        "ncu gave no figures (exit code 1): ERR_NVGPUCTRPERM - The user does not have permission "
-        "to access counters"
+    assert failure(said, 9) == (
+        "ncu gave no figures (exit code 9): An error was reported by the counter measurement "
+        "library:; Failed to initialize the profiler: LibraryNotLoaded."
     )
     assert failure("", 3) == "ncu gave no figures (exit code 3): it said nothing"
+
+
+def test_without_the_right_to_read_counters_one_line_says_who_can_give_it() -> None:
+    said = (
+        "==PROF== Connected to process 1722 (/usr/bin/python3)\n"
+        "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU "
+        "Performance Counters on the target device 0. For instructions on enabling permissions and "
+        "to get more information see https://developer.nvidia.com/ERR_NVGPUCTRPERM\n"
+    )
+    assert kernels(said) == [] and refused(said, ALL) == set()
+    assert failure(said, 1) == (
+        "ncu may not read this card's performance counters (ERR_NVGPUCTRPERM); an administrator "
+        "allows it with the driver's option NVreg_RestrictProfilingToAdminUsers=0, or a container "
+        "with --cap-add=SYS_ADMIN"
+    )
+
+
+def test_metrics_that_a_card_lacks_are_told_from_ncus_errors() -> None:
+    first, second = (STALL.format(reason) for reason in ("imc_miss", "wait"))
+    listed = f"==ERROR== Failed to access the following 2 metrics: {first}, dram__bytes.sum\n"
+    assert refused(listed, ALL) == {first}
+    assert refused(f"==WARNING== {first}\n", ALL) == set()
+    name = second.partition(".")[0]
+    regex = (
+        f"==ERROR== Failed to find metric regex:^{name}\\.(sum|min|max|avg|pct|ratio|max_rate)$\n"
+    )
+    assert refused(regex, ALL) == {second}
 
 
 def test_ncu_is_asked_for_the_call_that_is_marked(tmp_path: Path) -> None:
@@ -86,7 +126,7 @@ def test_ncu_is_asked_for_the_call_that_is_marked(tmp_path: Path) -> None:
         "none",
     ]
     wanted = line[line.index("--metrics") + 1].split(",")
-    assert {*METRICS.values()} < {*wanted} and len(wanted) == len({*wanted}) == 24
+    assert {*METRICS.values()} < {*wanted} and len(wanted) == len({*wanted}) == 25
     module = sys.executable, "-m", "agents.claude.profiled"
     assert line[-7:] == [*module, "call", str(tmp_path / CASE), "beam", "cuda"]
 
@@ -99,6 +139,7 @@ def test_a_change_is_profiled_in_a_process_that_gave_up_its_rights(tmp_path, mon
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     monkeypatch.setenv("MY_SECRET", "a-secret")
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     profiler = Profiler("cuda")
     assert (profiler.absent, profiler.ncu) == (None, str(program))
     profiler.device = "cpu"
