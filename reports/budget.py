@@ -1,6 +1,6 @@
 """Where a step's time goes: bytes, launch gaps, dependency and the rest, each microsecond once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.records import Ceilings, KernelRow, StepBudget
@@ -33,16 +33,18 @@ def step_budget(kernels: Kernels) -> StepBudget | None:
 
 
 def dependency_us(kernels: Kernels, ceilings: Ceilings | None) -> float:
-    """The part of a step's rest that kernels take because each waits for the one before.
-
-    A chain of kernels that do nothing takes `launch_us` each, measured. A kernel's share of that
-    is what of it is not seen as a gap, and at most what it takes beyond its floor.
-    """
+    """The part of a step's rest that kernels take because each waits for the one before."""
     budget = step_budget(kernels)
-    if budget is None or ceilings is None:
-        return 0.0
-    waits = [_waits_us(row, ceilings.launch_us) for row in kernels.rows]
-    return min(budget.rest_us, sum(waits))
+    return 0.0 if budget is None else min(budget.rest_us, waiting_us(kernels.rows, ceilings))
+
+
+def waiting_us(rows: Sequence[KernelRow], ceilings: Ceilings | None) -> float:
+    """The time beyond their floors that as many kernels which do nothing would take in turn.
+
+    A chain of such kernels takes `launch_us` each, measured. A kernel's share of that is what of it
+    is not seen as a gap, and at most what it takes beyond its floor. 0 without ceilings.
+    """
+    return 0.0 if ceilings is None else sum(_waits_us(row, ceilings.launch_us) for row in rows)
 
 
 def _waits_us(row: KernelRow, launch_us: float) -> float:

@@ -152,7 +152,7 @@ def latency(kind: str, base: Snapshot, current: Snapshot, forbidden: Sequence[st
     if there is None or here is None:
         return _unknown(name, "one of the two has no closing pairs against its reference")
     alone = math.log(here.candidate_us / there.candidate_us)
-    beside = alone - math.log(here.base_us / there.base_us)
+    beside = math.log(_beside(here) / _beside(there))
     effect = relative_effect(there) + relative_effect(here)
     moved = text.path(there.candidate_us, here.candidate_us)
     words = (
@@ -167,6 +167,12 @@ def latency(kind: str, base: Snapshot, current: Snapshot, forbidden: Sequence[st
     elif abs(alone) > effect:
         words += "; the unchanged reference moved with it, so the machine did"
     return Finding(name=name, outcome=outcome, words=words)
+
+
+def _beside(pair: Paired) -> float:
+    """The result's time in its reference's, by the paired gain: both medians alone would let in
+    what disturbed only one of them."""
+    return 1 - pair.gain_us / pair.base_us
 
 
 def relative_effect(pair: Paired) -> float:

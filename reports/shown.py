@@ -47,9 +47,9 @@ class Page:
 
 
 def sources(by_name: Mapping[str, str]) -> Page:
-    """Source texts in columns beside each other."""
+    """Source texts in columns beside each other; long ones scroll."""
     columns = "".join(
-        '<div style="flex:1 1 24em;min-width:0;overflow-x:auto">'
+        '<div style="flex:1 1 24em;min-width:0;max-height:40em;overflow:auto">'
         f"<b>{escape(name)}</b><pre>{escape(source)}</pre></div>"
         for name, source in by_name.items()
     )
@@ -70,7 +70,9 @@ def standalone(svg: str, title: str) -> Picture:
 def times(samples_us: Mapping[str, Sequence[float] | np.ndarray]) -> Picture:
     """The distribution of each side's times: what share of the samples took at most so long."""
     figure, axes = _figure("time", "share of samples")
-    largest = max(float(np.quantile(values, 0.99)) for values in samples_us.values())
+    quantiles = [np.quantile(values, (0.5, 0.99)) for values in samples_us.values()]
+    middle, high = np.max(quantiles, axis=0)
+    largest = min(high, 3 * middle)
     scale, unit = (1e3, "ms") if largest >= 1e3 else (1.0, "µs")
     for (name, values), colour in zip(samples_us.items(), LINES, strict=False):
         ordered = np.sort(np.asarray(values, dtype=float)) / scale
@@ -80,7 +82,7 @@ def times(samples_us: Mapping[str, Sequence[float] | np.ndarray]) -> Picture:
         axes.step(ordered, share, where="post", color=colour, linewidth=1.6, label=label)
         axes.plot(middle, 0.5, "o", color=colour, markersize=5)
     lowest = min(float(np.min(values)) for values in samples_us.values()) / scale
-    axes.set_xlim(0.95 * lowest, 1.02 * largest / scale)  # the slowest hundredth may lie outside
+    axes.set_xlim(0.95 * lowest, 1.02 * largest / scale)  # the few slowest may lie outside
     axes.set_xlabel(f"time, {unit}", color=MUTED, fontsize=9)
     _legend(axes)
     return _picture(figure, "latency", f"times of {', '.join(samples_us)}")

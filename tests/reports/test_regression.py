@@ -7,8 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.records import Latency
-from reports.regression import Outcome, Snapshot, bits, compare, interleaved, measured, student
+from harness.records import Latency, Paired
+from harness.stats import abba_differences, detectable, median, median_interval, null_effect
+from reports.regression import (
+    Outcome,
+    Snapshot,
+    bits,
+    compare,
+    interleaved,
+    latency,
+    measured,
+    student,
+)
 from reports.run import Run
 from tests.reports.test_pictures import EVIDENCE
 
@@ -60,6 +70,40 @@ def test_a_slowdown_of_three_percent_is_found_every_time(
     assert outcomes(scatter, SLOWDOWN) == [Outcome.SLOWER] * COMPARISONS
 
 
+def run_alone(scatter: dict[str, list[np.ndarray]], rng: np.random.Generator) -> Paired:
+    """What a run of its own records at its end: one process, on a machine whose level is its own,
+    with the smallest effect from its own twins, as `harness.bench` computes both."""
+    level = rng.uniform(0.9, 1.1)
+    (times,) = drawn([scatter["pairs"][rng.integers(len(scatter["pairs"]))] * level], rng)
+    twins = [abba_differences(twin * level) for twin in drawn(scatter["twins"], rng)]
+    base, candidate = times[:, [0, 3]].ravel(), times[:, 1:3].ravel()
+    differences = abba_differences(times)
+    gain = median(differences)
+    return Paired(
+        base_us=median(base),
+        candidate_us=median(candidate),
+        candidate_interval_us=median_interval(candidate),
+        gain_us=gain,
+        gain_interval_us=median_interval(differences),
+        mde_us=max(detectable(twins), null_effect(differences - gain)),
+        pairs=len(differences),
+    )
+
+
+@pytest.mark.slow
+def test_a_hundred_comparisons_of_two_runs_raise_no_alarm(
+    base: Snapshot, scatter: dict[str, list[np.ndarray]]
+) -> None:
+    """Of a run with a file or another run: nothing was interleaved, and the machine drifted."""
+    found = []
+    for seed in range(COMPARISONS):
+        rng = np.random.default_rng(seed)
+        pairs = [run_alone(scatter, rng) for _ in range(2)]
+        sides = (replace(base, pairs=Latency(decode=pair, prefill=pair)) for pair in pairs)
+        found.append(latency("decode", *sides).outcome)
+    assert found == [Outcome.SAME] * COMPARISONS
+
+
 def test_a_gain_is_no_regression(scatter: dict[str, list[np.ndarray]]) -> None:
     pairs = [times * np.array([1, 0.95, 0.95, 1]) for times in scatter["pairs"]]
     finding = measured("decode", interleaved(pairs, scatter["twins"]), len(pairs))
@@ -103,6 +147,7 @@ def slowed(snapshot: Snapshot, result: float, machine: float = 1.0) -> Snapshot:
         pairs[kind] = replace(
             pair,
             base_us=pair.base_us * machine,
+            gain_us=(pair.base_us - (pair.base_us - pair.gain_us) * result) * machine,
             candidate_us=pair.candidate_us * factor,
             candidate_interval_us=(low * factor, high * factor),
         )
