@@ -16,7 +16,7 @@ HEADINGS = ("", "change", "backend", "predicted", "realised", "decode", "prefill
 NUMERIC = frozenset(HEADINGS[3:])
 REASON = "reason"
 PLAIN = str.maketrans({"µ": "u", "→": "->", "×": "x", text.NONE: "-", text.MINUS: "-"})
-ROOM_FOR_REASONS = 150  # columns; a narrower terminal gets them below the table
+GAP = 2  # columns between two
 
 
 def print_run(run: Run | Path, console: Console | None = None) -> None:
@@ -90,15 +90,16 @@ def _versus(run: Run, kind: str) -> str:
 
 
 def _print_table(run: Run, console: Console) -> None:
-    wide = console.width >= ROOM_FOR_REASONS
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    rows = [[*cells(run, a), _line(a.reason)] for a in run.changes()]
+    wide = _width([[*HEADINGS, REASON], *rows]) <= console.width  # else reasons stand below
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for heading in HEADINGS:
         justify = "right" if heading in NUMERIC else "left"
         table.add_column(heading, justify=justify, no_wrap=heading != "realised")
     if wide:
-        table.add_column(REASON, no_wrap=True, overflow="ellipsis", ratio=1)
-    for attempt in run.changes():
-        words = [*cells(run, attempt), *([_line(attempt.reason)] if wide else [])]
+        table.add_column(REASON, no_wrap=True)
+    for attempt, row in zip(run.changes(), rows, strict=True):
+        words = row if wide else row[:-1]
         shown = [Text(_encodable(console, word)) for word in words]
         shown[0].stylize(STYLES[attempt.status])
         table.add_row(*shown)
@@ -107,6 +108,11 @@ def _print_table(run: Run, console: Console) -> None:
         for attempt in run.changes():
             line = _encodable(console, f"{attempt.name}: {_line(attempt.reason)}")
             console.print(Text(line, style=STYLES[attempt.status]), soft_wrap=True)
+
+
+def _width(rows: list[list[str]]) -> int:
+    """Columns that a table of these rows takes."""
+    return sum(max(map(len, column)) + GAP for column in zip(*rows, strict=True))
 
 
 def _print_columns(run: Run, console: Console) -> None:

@@ -1,6 +1,7 @@
 """The closing table on the terminal."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,20 @@ def test_terminal_shows_every_reason(cpu_run: Path, width: int) -> None:
     assert "\x1b[32mkept" in text
     assert "rounds once where the reference rounds at post_norm" in text
     assert "<script>" in text  # text, not markup
+
+
+@pytest.mark.parametrize("width", [100, 120, 150, 160, 200, 300])
+def test_no_width_loses_a_figure_or_a_reason(cpu_run: Path, width: int) -> None:
+    """At 160 columns the reasons once took all the room, and no figure was left."""
+    ledger = cpu_run / "ledger.jsonl"
+    long = "slower by 74.0 us, " + "and here is why " * 6 + "which is the end"
+    ledger.write_text(ledger.read_text().replace("slower by 74.0 us", long))
+    shown = printed(cpu_run, force_terminal=True, width=width, color_system="standard")
+    lines = re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()
+    row = next(line for line in lines if line.startswith("rejected  inductor:swiglu"))
+    assert "55.0 µs  −74.0 µs [−82.0, −66.0] µs  924.0 µs  9.000 ms" in row
+    assert any("which is the end" in line for line in lines)
+    assert ("which is the end" in row) == (width == 300)
 
 
 def test_no_color_is_respected(cpu_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
