@@ -96,7 +96,6 @@ class Timer:
         try:
             found = self.timed(rig, place)
         except (UserError, torch.OutOfMemoryError) as error:
-            rig.close(but=place)
             self.record(rig.name, place, absent=words(error))
         except Exception as error:  # noqa: BLE001 - whatever it raises is a finding
             lost = card_is_lost(error)
@@ -106,16 +105,17 @@ class Timer:
             taken_s = time.monotonic() - started
             rig.takes_s = min(taken_s, rig.takes_s or taken_s)  # the first takes more than the rest
         if lost:
+            rig.steps.clear()  # which cannot be closed any more
             raise Renew(f"{attempt.name} at {rig.name} broke the card for this process")
 
     def timed(self, rig: Rig, place: int) -> dict:
         """The fields of `OtherPairs`."""
+        rig.close(but=place)
         model, names = self.stacks[place + 1]
         calls, declined = guarded_calls(model, names, rig.inputs)
         found = {"calls": calls, "declined": declined}
         if calls and calls == declined:
-            absent = "the reference runs there: no call is one on which the change was tested"
-            return {**found, "absent": absent}
+            return {**found, "absent": f"its guard leaves all {calls} calls to the reference"}
         base, candidate = self.step(rig, place), self.step(rig, place + 1)
         kind = self.session.workload.target(rig.name).kind
         if rig.effect_us is None:
@@ -127,7 +127,6 @@ class Timer:
             budget_s=self.seconds(kind),
             min_pairs=MIN_PAIRS[kind],
         )
-        rig.close(but=place + 1)
         return {**found, "pairs": pairs}
 
     def step(self, rig: Rig, count: int) -> Step:

@@ -18,7 +18,7 @@ from harness.policy import Policy, add_options, allowed
 
 DEFAULT_MINUTES = {"cpu": 4.7, "cuda": 60.0}
 WAITING = "waiting for the run's earlier process"
-ENDING_S = 180.0  # for a run whose coding agent has left to come to its end
+ENDING_S = 600.0  # for a run whose coding agent has left to come to its end
 
 
 def parser() -> argparse.ArgumentParser:

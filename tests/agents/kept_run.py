@@ -4,12 +4,24 @@ The first does nothing in a batch of one, and elsewhere makes each of three norm
 second leaves batches beyond 8 to the reference.
 """
 
+import functools
+import gc
 import json
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from agents import measure
+from agents.budget import Budget
+from agents.progress import Progress
+from agents.session import Session
 from harness.ledger import Ledger
 from harness.records import Attempt, Latency, Paired, Status, Verdict
+from harness.workload import Workload
+from reports.other_targets import PAIRS, OtherPairs
 from tests.agents import killers
 
 SLOWED_US = 3 * 8000.0  # by the first, a step of any other target
@@ -41,6 +53,7 @@ CHANGE = Change(
 FIRST = {"name": "slow_beside", "region": "scaled_norm", "slow": True, "most": 10_000}
 SECOND = {"name": "small_only", "region": "mixer", "slow": False, "most": 8}
 INDICES = 3, 4  # after the two controls
+OTHERS = "decode-bs8", "decode-bs128", "decode-bs256"
 
 
 def paired(gain_us: float, base_us: float = 1000.0, mde_us: float = 5.0) -> Paired:
@@ -90,3 +103,32 @@ def kept(folder: Path, model: str = killers.TOY) -> Ledger:
         file.write_text(CHANGE.format(**values))
         ledger.append("attempt", attempt(index, str(file), str(values["region"])))
     return ledger
+
+
+def session_on(
+    ledger: Ledger, budget: Budget | None = None, workload: Workload | None = None
+) -> Session:
+    budget = budget or Budget(10.0)
+    return Session(workload or toy(), ledger, "decode-bs1", budget, Progress(budget))
+
+
+def found(ledger: Ledger) -> dict[tuple[int, str], OtherPairs]:
+    return {(p.index, p.target): p for p in ledger.all(PAIRS, OtherPairs)}
+
+
+def kinds(ledger: Ledger) -> Counter[str]:
+    return Counter(event.kind for event in ledger.events())
+
+
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For a fixture: short measurements."""
+    shares = {"decode": (0.02, 0.02), "prefill": (0.02, 0.02)}
+    monkeypatch.setattr(measure, "SHARES", shares)
+    gc.freeze()  # each measurement collects garbage first, and a test process has much to look at
+    yield
+    gc.unfreeze()
+
+
+@functools.cache
+def toy() -> Workload:
+    return Workload.load(killers.TOY, "toy", "cpu")
