@@ -58,15 +58,29 @@ def normed_heads(
 ):
     """R(rms_norm(x) * w) of `heads` [HEADS, 1] of one row, as FP32 halves [HEADS, P]; w is one
     where nothing is `WEIGHTED`."""
+    a, b = halves(row_ptr, heads, columns, mask, P)
+    weight_a, weight_b = 1.0, 1.0
+    if WEIGHTED:
+        weight_a, weight_b = tl.load(weight_ptr + columns), tl.load(weight_ptr + P + columns)
+    return normed_halves(a, b, weight_a, weight_b, eps, P, WEIGHTED)
+
+
+@triton.jit
+def halves(row_ptr, heads, columns, mask, P: tl.constexpr):
+    """`heads` [HEADS, 1] of one row as FP32 halves [HEADS, P]."""
     offsets = heads * (2 * P) + columns
     a = tl.load(row_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(row_ptr + offsets + P, mask=mask, other=0.0).to(tl.float32)
+    return a, tl.load(row_ptr + offsets + P, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normed_halves(a, b, weight_a, weight_b, eps, P: tl.constexpr, WEIGHTED: tl.constexpr):
+    """R(rms_norm(x) * w) of heads in halves [HEADS, P] and w in halves [1, P], FP32."""
     squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
     inverse = tl.rsqrt(squares * (0.5 / P) + eps)[:, None]
     a, b = a * inverse, b * inverse
     if WEIGHTED:
-        a = a * tl.load(weight_ptr + columns).to(tl.float32)
-        b = b * tl.load(weight_ptr + P + columns).to(tl.float32)
+        a, b = a * weight_a.to(tl.float32), b * weight_b.to(tl.float32)
     return _rounded(a), _rounded(b)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from optimized.decode_attention import HIDDEN, combined_shares, dot
-from optimized.qk_norm import copy_heads, normed_heads, store_heads, turned
+from optimized.qk_norm import halves, normed_halves, store_heads, turned
 from optimized.triton_support import (
     begin,
     exp_fp32,
@@ -21,11 +21,10 @@ from optimized.triton_support import (
 
 @triton.jit
 def _prepared(
-    row_ptr,
-    weight_ptr,
-    heads,
-    in_heads,
-    columns,
+    a,
+    b,
+    weight_a,
+    weight_b,
     cos,
     sin,
     factor,
@@ -35,8 +34,8 @@ def _prepared(
     ROTATION: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Some heads of a row, normed, scaled and turned by their position; FP32 halves [., P]."""
-    a, b = normed_heads(row_ptr, weight_ptr, heads, columns, in_heads, eps, P, WEIGHTED)
+    """Some heads in halves [., P], normed, scaled and turned by their position; FP32 halves."""
+    a, b = normed_halves(a, b, weight_a, weight_b, eps, P, WEIGHTED)
     if SCALED:
         a = (a * factor).to(tl.bfloat16).to(tl.float32)
         b = (b * factor).to(tl.bfloat16).to(tl.float32)
@@ -56,31 +55,34 @@ def _keys_values(k_rows, v_rows, position, S, k_slot, v_slot, P: tl.constexpr):
 
 
 @triton.jit
+def _seen(mask_row, position, S, MASKED: tl.constexpr):
+    """Which positions the query sees."""
+    inside = position < S
+    if MASKED:
+        return tl.load(mask_row + position, mask=inside, other=0) != 0
+    return inside
+
+
+@triton.jit
 def _add_block(
     q_a,
     q_b,
     k_a,
     k_b,
     v,
-    position,
-    mask_row,
-    S,
+    seen,
+    inside,
     scale,
     highest,
     denominator,
     numerator,
     GROUP: tl.constexpr,
-    MASKED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Take a block of positions into a running softmax. Heads are columns: tensor cores multiply by
-    as few as eight of them."""
-    inside = position < S
-    scores = tl.zeros((position.shape[0], GROUP), tl.float32)
+    """Take a block of positions into a running softmax: those `inside` exist, those `seen` count.
+    Heads are columns: tensor cores multiply by as few as eight of them."""
+    scores = tl.zeros((inside.shape[0], GROUP), tl.float32)
     scores = dot(k_b, q_b, dot(k_a, q_a, scores, WIDE), WIDE) * scale
-    seen = inside
-    if MASKED:
-        seen = tl.load(mask_row + position, mask=inside, other=0) != 0
     scores = tl.where(seen[:, None], scores, HIDDEN)
     higher = tl.maximum(highest, tl.max(scores, axis=0))
     weights = tl.where(inside[:, None], exp_fp32(scores - higher[None, :]), 0.0)
@@ -156,77 +158,87 @@ def step_attention_kernel(
     k_rows = k_cache + batch * k_batch + kv_head * k_head
     v_rows = v_cache + batch * v_batch + kv_head * v_head
     k_a, k_b, v = _keys_values(k_rows, v_rows, start + block, S, k_slot, v_slot, P)
+    columns = half[None, :]
     previous_is_done(PDL)
 
-    columns = half[None, :]
+    # All that is read now, before anything waits for it.
+    slot = tl.load(slots_ptr + batch)
     cos, sin, factor = 0.0, 0.0, q_factor
     if ROTATION != "none":
         cos = tl.load(cos_ptr + batch * P + columns).to(tl.float32)
         sin = tl.load(sin_ptr + batch * P + columns).to(tl.float32)
     if FACTOR == "table":
         factor = tl.load(factor_ptr + batch)
-    slot = tl.load(slots_ptr + batch)
+    mask_row = mask_ptr + batch * mask_batch
+    if not MORE:
+        seen = _seen(mask_row, start + block, S, MASKED)
 
+    q_weight_a, q_weight_b, k_weight_a, k_weight_b = 1.0, 1.0, 1.0, 1.0
+    if WEIGHTED:
+        q_weight_a, q_weight_b = tl.load(q_weight + columns), tl.load(q_weight + P + columns)
+        k_weight_a, k_weight_b = tl.load(k_weight + columns), tl.load(k_weight + P + columns)
+    one = kv_head + tl.arange(0, 1)[:, None]
+    whole = (one >= 0) & (columns < P)
+    k_new_a, k_new_b = halves(k_ptr + batch * k_stride, one, columns, whole, P)
+    every = tl.arange(0, 2 * P)[None, :]
+    v_new = tl.load(v_ptr + batch * v_stride + one * (2 * P) + every)
+    heads = tl.arange(0, GROUP)
+    in_group = (heads < G)[:, None] & (columns < P)
+    first_head = (kv_head * G + heads)[:, None]
+    q_a, q_b = halves(q_ptr + batch * q_stride, first_head, columns, in_group, P)
+
+    # fmt: off
+    if MORE:  # early, to take fewer registers: three blocks have to fit an SM
+        q_a, q_b = _prepared(
+            q_a, q_b, q_weight_a, q_weight_b, cos, sin, factor, eps, P,
+            WEIGHTED, ROTATION, FACTOR != "none",
+        )
+    k_new_a, k_new_b = _prepared(
+        k_new_a, k_new_b, k_weight_a, k_weight_b, cos, sin, factor, eps, P,
+        WEIGHTED, ROTATION, False,
+    )
+    # fmt: on
     # The spare slot at the end belongs to the first share.
     if ((slot >= start) & (slot < end)) | ((slot >= S) & (split == 0)):
-        one = kv_head + tl.arange(0, 1)[:, None]
-        whole = (one >= 0) & (columns < P)
-        k_row = k_ptr + batch * k_stride
-        # fmt: off
-        a, b = _prepared(
-            k_row, k_weight, one, whole, columns, cos, sin, factor, eps, P,
-            WEIGHTED, ROTATION, False,
-        )
-        # fmt: on
-        store_heads(k_cache + batch * k_batch + slot * k_slot, a, b, one, columns, whole, k_head, P)
-        v_row = v_cache + batch * v_batch + slot * v_slot
-        copy_heads(v_ptr + batch * v_stride, v_row, one, columns, whole, v_head, P)
+        k_row = k_cache + batch * k_batch + slot * k_slot
+        store_heads(k_row, k_new_a, k_new_b, one, columns, whole, k_head, P)
+        tl.store(v_cache + batch * v_batch + slot * v_slot + one * v_head + every, v_new)
         tl.debug_barrier()  # all threads of the block read it below
         if slot < start + BLOCK:
             k_a, k_b, v = _keys_values(k_rows, v_rows, start + block, S, k_slot, v_slot, P)
-
-    heads = tl.arange(0, GROUP)
-    in_group = (heads < G)[:, None] & (columns < P)
-    q_row, first_head = q_ptr + batch * q_stride, (kv_head * G + heads)[:, None]
-    q_a, q_b = _prepared(
-        q_row,
-        q_weight,
-        first_head,
-        in_group,
-        columns,
-        cos,
-        sin,
-        factor,
-        eps,
-        P,
-        WEIGHTED,
-        ROTATION,
-        FACTOR != "none",
-    )
+    # fmt: off
+    if not MORE:  # while the block is read again
+        q_a, q_b = _prepared(
+            q_a, q_b, q_weight_a, q_weight_b, cos, sin, factor, eps, P,
+            WEIGHTED, ROTATION, FACTOR != "none",
+        )
+    # fmt: on
     q_a, q_b = tl.trans(q_a.to(tl.bfloat16)), tl.trans(q_b.to(tl.bfloat16))
+    if MORE:  # three blocks an SM have no registers for it earlier
+        seen = _seen(mask_row, start + block, S, MASKED)
     highest = tl.full((GROUP,), HIDDEN, tl.float32)
     denominator = tl.zeros((GROUP,), tl.float32)
     numerator = tl.zeros((2 * P, GROUP), tl.float32)
-    mask_row = mask_ptr + batch * mask_batch
     # fmt: off
     highest, denominator, numerator = _add_block(
-        q_a, q_b, k_a, k_b, v, start + block, mask_row, S, scale,
-        highest, denominator, numerator, GROUP, MASKED, WIDE,
+        q_a, q_b, k_a, k_b, v, seen, start + block < S, scale,
+        highest, denominator, numerator, GROUP, WIDE,
     )
     if MORE:
         for first in tl.range(start + BLOCK, end, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             k_a, k_b, v = _keys_values(k_rows, v_rows, first + block, S, k_slot, v_slot, P)
+            seen = _seen(mask_row, first + block, S, MASKED)
             highest, denominator, numerator = _add_block(
-                q_a, q_b, k_a, k_b, v, first + block, mask_row, S, scale,
-                highest, denominator, numerator, GROUP, MASKED, WIDE,
+                q_a, q_b, k_a, k_b, v, seen, first + block < S, scale,
+                highest, denominator, numerator, GROUP, WIDE,
             )
     # fmt: on
 
     first_row = (batch * tl.num_programs(1) + kv_head) * G
     rows = (first_row + heads) * SPLITS + split
-    every = tl.arange(0, 2 * P)[:, None]
     valid = heads < G
-    tl.store(sums_ptr + rows[None, :] * (2 * P) + every, numerator, mask=valid[None, :])
+    sums = sums_ptr + rows[None, :] * (2 * P) + tl.arange(0, 2 * P)[:, None]
+    tl.store(sums, numerator, mask=valid[None, :])
     tl.store(stats_ptr + rows * 2, highest, mask=valid)
     tl.store(stats_ptr + rows * 2 + 1, denominator, mask=valid)
 
