@@ -7,8 +7,8 @@ import pytest
 
 from harness.errors import UserError
 from harness.ledger import Ledger
-from reports import frames as module
-from reports.frames import frames
+from reports import dataframes as module
+from reports import frames
 from reports.run import Run
 from tests.layout import ROOT
 from tests.reports.test_pictures import EVIDENCE

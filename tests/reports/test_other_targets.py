@@ -7,8 +7,7 @@ import pytest
 from harness.errors import UserError
 from harness.ledger import Ledger
 from harness.records import Paired
-from reports import pr_page
-from reports.frames import frames
+from reports import frames, pr_page
 from reports.other_targets import LEFT, PAIRS, STEPS, OtherPairs
 from reports.pr_page import slower
 from reports.run import Run

@@ -1,4 +1,4 @@
-"""A run as typed pandas DataFrames, for notebooks: `frames(run).changes`, `.attempts`, ...
+"""A run as typed pandas DataFrames: `reports.frames(run).changes`, `.attempts`, ...
 
 Times are microseconds. What was not measured is <NA>: columns are pandas' own nullable types, so
 integers stay integers and a missing figure is never a 0.
@@ -61,7 +61,7 @@ class Frames:
     others: pd.DataFrame  # each kept change at each other target: OTHERS
 
 
-def frames(run: Run | Path | str) -> Frames:
+def tables(run: Run | Path | str) -> Frames:
     """The tables of a run, or of the run in a directory; UserError if it is none."""
     run = run if isinstance(run, Run) else Run.load(Path(run))
     return Frames(
