@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 from triton.errors import TritonError
 
 from optimized.triton_support import EXACT, INTERPRETED, OfflineCase, tf32_precision
+from optimized.wgmma_operands import overwritten
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
@@ -46,6 +47,7 @@ class Resources:
 
     `spills` are bytes of local memory on NVIDIA, spilled registers on AMD. The last two count
     instructions ahead of the wait for the previous kernel; None where the kernel never waits.
+    `overwritten` are those that write to registers which a Hopper product in flight still reads.
     """
 
     registers: int
@@ -53,6 +55,7 @@ class Resources:
     shared_bytes: int
     loads_before_wait: int | None = None
     stores_before_wait: int | None = None
+    overwritten: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +125,13 @@ def _nvidia(cubin: bytes, ptx: str, shared: int) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+        def dump(what: str) -> str:
+            command = [str(tool), what, file.name]
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+        text = dump("--dump-resource-usage")
+        sass = dump("--dump-sass") if "wgmma.mma_async" in ptx else ""
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     spills = used["STACK"] + used["LOCAL"]
     early, wait, _ = ptx.partition("griddepcontrol.wait")
@@ -135,6 +143,7 @@ def _nvidia(cubin: bytes, ptx: str, shared: int) -> Resources:
         shared_bytes=shared,
         loads_before_wait=loads,
         stores_before_wait=stores,
+        overwritten=tuple(overwritten(sass)),
     )
 
 

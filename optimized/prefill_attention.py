@@ -8,6 +8,9 @@ of one KV head for `rows` / G tokens, so a key is read once for all of them. 4 B
 without a mask: 4.9 TFLOP for 8 x 2048 tokens of a TP8 rank of Beam at 98K, 6.2 ms at an H200's 793
 TFLOP/s (2026-11-29).
 
+A block's scores are made while the one before it is mixed: its exponentials take about as long as
+its two products, and tensor cores would wait for them otherwise.
+
 With a mask only those blocks of keys are visited in which some query of the program sees something:
 they are listed first (`live_blocks_kernel`). In a window of 512 that is a quarter of the keys.
 
@@ -53,20 +56,24 @@ class PrefillKnobs:
         wide = shape["d"] > 128
         rows = max(64 if wide else 128, triton.next_power_of_2(shape["G"]))
         # Three short stages keep more loads in flight than two long ones in as much shared memory.
-        return cls(rows=rows, block=WORD, stages=2 if wide or shape["masked"] else 3, warps=8)
+        stages = (3 if wide else 5) if shape["masked"] else (2 if wide else 3)
+        return cls(rows=rows, block=WORD, stages=stages, warps=8)
 
     @classmethod
     def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
         return {
-            "rows": (64, 128, 256),
+            "rows": (64, 128),
             "block": (WORD,) if shape["masked"] else (32, 64, 128),
-            "stages": (1, 2, 3, 4),
+            "stages": (3, 5) if shape["masked"] else (2, 3, 4),
             "warps": (4, 8),
         }
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
-        shared = 2 * shape["d"] * (self.rows + 2 * self.block * self.stages)
-        sums = self.rows * (self.block + shape["d"])
+        # With a mask, a stage brings the number of a block and the next one its keys.
+        copies = (self.stages + 1) // 2 if shape["masked"] else self.stages
+        shared = 2 * shape["d"] * (self.rows + self.block + 2 * self.block * copies)
+        # Of a block: scores, those of the next one, and the exponentials that are multiplied.
+        sums = self.rows * (shape["d"] + self.block + self.block // 2)
         blocks = self.block == WORD or not shape["masked"]
         return (
             blocks
@@ -157,6 +164,7 @@ def build(node: Any, knobs: PrefillKnobs | None):
             node.scale * LOG2_E,
             exact=False,
             G=group,
+            HKV=k.shape[2],
             DIM=dim,
             ROWS=chosen.rows,
             BLOCK=chosen.block,
@@ -210,7 +218,7 @@ def offline_cases() -> list[OfflineCase]:
     for group, dim in ((6, 128), (8, 64)):
         for masked in (0, 1):
             knobs = PrefillKnobs.heuristic({"G": group, "d": dim, "masked": masked})
-            values = {"G": group, "DIM": dim, "ROWS": knobs.rows, "BLOCK": knobs.block}
+            values = {"G": group, "HKV": 1, "DIM": dim, "ROWS": knobs.rows, "BLOCK": knobs.block}
             values |= {"STAGES": knobs.stages, "MASKED": bool(masked)}
             cases.append(case(prefill_attention_kernel, knobs.warps, values))
         tokens = knobs.rows // group

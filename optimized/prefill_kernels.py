@@ -51,17 +51,34 @@ def live_blocks_kernel(
 
 
 @triton.jit
+def _slots(first, end, BLOCK: tl.constexpr, CLAMPED: tl.constexpr):
+    """Of keys `first` and on; where `CLAMPED`, those from `end` on are read at the last."""
+    slot = first + tl.arange(0, BLOCK)
+    if CLAMPED:
+        slot = tl.minimum(slot, end - 1)
+    return slot
+
+
+@triton.jit
+def _scores(q, k_tile, first, end, k_slot, BLOCK: tl.constexpr, CLAMPED: tl.constexpr):
+    k = tl.load(k_tile + _slots(first, end, BLOCK, CLAMPED)[None, :] * k_slot)
+    return dot_fp32(q, k, tl.zeros([q.shape[0], BLOCK], tl.float32))
+
+
+@triton.jit
 def _take_block(
     q,
     k_tile,
     v_tile,
     bits_row,
     first,
+    following,
     end,
     last,
     k_slot,
     v_slot,
     scale,
+    scores,
     highest,
     denominator,
     numerator,
@@ -69,15 +86,15 @@ def _take_block(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add keys `first` and on to a running softmax; base-2 exponentials of scores times log2(e).
-    Of the keys, those below `end` exist; causal rows see those up to `last`."""
-    position = first + tl.arange(0, BLOCK)
-    slot = position
-    if CAUSAL | MASKED:  # keys beyond the end are read at the last one, and hidden
-        slot = tl.minimum(position, end - 1)
-    k = tl.load(k_tile + slot[None, :] * k_slot)
-    scores = dot_fp32(q, k, tl.zeros([q.shape[0], BLOCK], tl.float32))
+    """Add keys `first` and on, whose scores are known, to a running softmax; base-2 exponentials of
+    scores times log2(e). Of the keys, those below `end` exist; causal rows see those up to `last`.
+
+    The scores of keys `following` and on come before this step's product with v. So nothing waits
+    for that product until the next step has its exponentials, and tensor cores work meanwhile.
+    """
+    CLAMPED: tl.constexpr = CAUSAL or MASKED
     if CAUSAL:
+        position = first + tl.arange(0, BLOCK)
         scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
     if MASKED:
         words = tl.load(bits_row + first // BLOCK)
@@ -90,9 +107,11 @@ def _take_block(
     weights = tl.exp2(scores * scale - base[:, None])
     kept = tl.exp2(highest - base)
     denominator = denominator * kept + tl.sum(weights, axis=1)
-    v = tl.load(v_tile + slot[:, None] * v_slot)
+    upcoming = _scores(q, k_tile, following, end, k_slot, BLOCK, CLAMPED)
+    v = tl.load(v_tile + _slots(first, end, BLOCK, CLAMPED)[:, None] * v_slot)
+    # Rounded only now: until here the last step's product may still read its own rounded weights.
     numerator = dot_fp32(weights.to(tl.bfloat16), v, numerator * kept[:, None])
-    return higher, denominator, numerator
+    return upcoming, higher, denominator, numerator
 
 
 @triton.jit
@@ -114,6 +133,7 @@ def prefill_attention_kernel(
     S,
     scale,
     G: tl.constexpr,
+    HKV: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -127,13 +147,13 @@ def prefill_attention_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.arange(0, ROWS)
-    token = tile * TOKENS + row // G
-    inside = (row < TOKENS * G) & (token < T)
-    token = tl.minimum(token, T - 1)
     columns = tl.arange(0, DIM)
-    heads = tl.num_programs(1) * G
-    rows = ((batch * T + token) * heads + kv_head * G + row % G)[:, None] * DIM + columns[None, :]
-    q = tl.load(q_ptr + rows)
+    # A token's G queries of a KV head are side by side, and so are all rows where it is alone.
+    start = ((batch * T + tile * TOKENS) * HKV + kv_head) * (G * DIM)
+    rows = (row + row // G * ((HKV - 1) * G))[:, None] * DIM + columns[None, :]
+    inside = (row < tl.minimum(TOKENS, T - tile * TOKENS) * G)[:, None]
+    q = tl.load(q_ptr + start + rows, mask=inside, other=0.0)
+    token = tl.minimum(tile * TOKENS + row // G, T - 1)
     k_tile = k_ptr + batch * k_batch + kv_head * k_head + columns[:, None]
     v_tile = v_ptr + batch * v_batch + kv_head * v_head + columns[None, :]
     bits_row = bits_ptr + (batch * T + token) * ((S + BLOCK - 1) // BLOCK)
@@ -146,26 +166,31 @@ def prefill_attention_kernel(
         entry = batch * tl.num_programs(0) + tile
         blocks = blocks_ptr + entry * ((S + BLOCK - 1) // BLOCK)
         count = tl.load(counts_ptr + entry)
+        first = tl.load(blocks, mask=count > 0, other=0) * BLOCK
+        scores = _scores(q, k_tile, first, S, k_slot, BLOCK, True)
         for i in tl.range(0, count, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             first = tl.load(blocks + i) * BLOCK
-            highest, denominator, numerator = _take_block(
-                q, k_tile, v_tile, bits_row, first, S, last, k_slot, v_slot, scale,
-                highest, denominator, numerator, BLOCK, False, True,
+            following = tl.load(blocks + tl.minimum(i + 1, count - 1)) * BLOCK
+            scores, highest, denominator, numerator = _take_block(
+                q, k_tile, v_tile, bits_row, first, following, S, last, k_slot, v_slot, scale,
+                scores, highest, denominator, numerator, BLOCK, False, True,
             )  # fmt: skip
     else:
-        # All rows see the keys up to `open_end`, none sees those from `end` on.
-        open_end = (S - T + tile * TOKENS + 1) // BLOCK * BLOCK
+        # All rows see the keys up to `open_end` and one block more, none sees those from `end` on.
+        # That block goes with the rest, whose keys are checked: those after it may not exist.
         end = tl.minimum(S - T + (tile + 1) * TOKENS, S)
+        open_end = tl.maximum((S - T + tile * TOKENS + 1) // BLOCK - 1, 0) * BLOCK
+        scores = _scores(q, k_tile, 0, end, k_slot, BLOCK, True)
         for first in tl.range(0, open_end, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-            highest, denominator, numerator = _take_block(
-                q, k_tile, v_tile, bits_row, first, S, last, k_slot, v_slot, scale,
-                highest, denominator, numerator, BLOCK, False, False,
+            scores, highest, denominator, numerator = _take_block(
+                q, k_tile, v_tile, bits_row, first, first + BLOCK, S, last, k_slot, v_slot, scale,
+                scores, highest, denominator, numerator, BLOCK, False, False,
             )  # fmt: skip
         for first in tl.range(open_end, end, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-            highest, denominator, numerator = _take_block(
-                q, k_tile, v_tile, bits_row, first, S, last, k_slot, v_slot, scale,
-                highest, denominator, numerator, BLOCK, True, False,
+            scores, highest, denominator, numerator = _take_block(
+                q, k_tile, v_tile, bits_row, first, first + BLOCK, end, last, k_slot, v_slot, scale,
+                scores, highest, denominator, numerator, BLOCK, True, False,
             )  # fmt: skip
     denominator = tl.where(denominator == 0.0, 1.0, denominator)
     out = (numerator / denominator[:, None]).to(tl.bfloat16)
-    tl.store(out_ptr + rows, out, mask=inside[:, None])
+    tl.store(out_ptr + start + rows, out, mask=inside)

@@ -52,6 +52,11 @@ def test_resources_are_plausible(rows):
         assert 0 <= resources.shared_bytes <= 227 * 1024
 
 
+def test_no_operand_of_a_product_in_flight_is_overwritten(rows):
+    used = {(r.kernel, str(r.constexprs)): r.resources for r in rows if r.target == "sm_90"}
+    assert {key: r.overwritten for key, r in used.items() if r and r.overwritten} == {}
+
+
 def test_nothing_but_weights_is_touched_before_the_previous_kernel_is_done(rows):
     """A kernel that starts early may read only what no kernel of the step writes, or what is known
     to be done (the choice of experts). All other loads, and every store, come after the wait."""
