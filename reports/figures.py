@@ -73,10 +73,14 @@ def baseline_rows(run: Run) -> list[BaselineRow]:
 
 
 def _against(run: Run, baseline: Baseline, kind: str) -> Ratio | None:
-    """The result over one baseline: from the closing pairs where they ran that very baseline."""
+    """The result over one baseline: from the closing pairs where they ran that very baseline. A
+    result that is the model as it was stands as it was timed beside the baselines: what changed
+    until the end is the machine's drift."""
     timing, after = getattr(baseline, kind), run.after
     if timing is None or after is None:
         return None
+    if run.unchanged and (before := run.before(kind)) is not None:
+        return ratio(timing, getattr(before, kind))
     if after.pairs is not None and baseline is run.before(kind):
         return paired_ratio(getattr(after.pairs, kind))
     return ratio(timing, getattr(after, kind))

@@ -19,6 +19,7 @@ class Header:
     options: dict[str, Any]
     workload: dict[str, str]
     note: str = ""  # what the preset says about itself
+    stands_on: tuple[str, ...] = ()  # changes of the plan that the run began with
 
     @property
     def kind(self) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.certificate import STANDS_ON
 from harness.errors import UserError
 from harness.ledger import Event, Ledger
 from harness.protections import Protection
@@ -109,6 +110,7 @@ class Run:
             options=dict(event.data.get("options") or {}),
             workload=dict(event.data.get("workload") or {}),
             note=event.data.get("note") or "",
+            stands_on=tuple(line["name"] for line in event.data.get(STANDS_ON, [])),
         )
         time_s = event.time_s
         return cls(directory=directory, header=header, started_s=time_s, ended_s=time_s)
@@ -130,6 +132,11 @@ class Run:
     def pair(self, attempt: Attempt) -> Paired | None:
         """What the attempt did to the target: its gain decides."""
         return getattr(attempt.latency, self.header.kind) if attempt.latency else None
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the run's result is the model as it was: no plan below it, and nothing kept."""
+        return not self.header.stands_on and not self.changes(Status.KEPT)
 
     @property
     def finished(self) -> bool:

@@ -59,6 +59,10 @@ def headline(run: Run) -> list[str]:
             continue
         end = getattr(after, kind)
         moved = text.path(start.median_us, end.median_us)
+        if run.unchanged:
+            moved = (
+                f"{text.time(start.median_us)}, nothing kept; {text.time(end.median_us)} at the end"
+            )
         like = max(start.median_us, end.median_us)  # all three in one unit
         within = text.interval(end.interval_us, 4, like)
         lines.append(f"{kind}: {moved} {within}; {_versus(run, kind)}")

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records import Timing, Verdict
-from reports.figures import median_error_us, predictions, ratio, steps
+from harness.records import Status, Timing, Verdict
+from reports.figures import baseline_rows, median_error_us, predictions, ratio, steps
 from reports.run import Run
 from reports.summary import summary, write_summary
+from reports.terminal import headline
 
 
 def test_cpu_summary_leaves_out_the_graph_and_says_why(cpu_run: Path) -> None:
@@ -56,6 +57,20 @@ def test_changes_carry_their_figures_and_controls_stand_apart(cpu_run: Path) -> 
     ]
     assert document["final"]["kernels_per_layer"] == {"moe_sliding": 2}
     assert document["final"]["other_targets"] == {"decode-bs8": {"median_us": 2000.0}}
+
+
+def test_a_run_that_kept_nothing_claims_nothing(cpu_run: Path) -> None:
+    """The machine was faster at the end than when the baselines were timed; the model was not."""
+    run = Run.load(cpu_run)
+    run.attempts = [a for a in run.attempts if a.status is not Status.KEPT]
+    eager, _, compiled = baseline_rows(run)
+    assert eager.decode is not None and compiled.decode is not None
+    assert (eager.decode.value, compiled.decode.value) == (1.0, 0.7)
+    assert any(
+        "decode: 1.000 ms, nothing kept; 760.0 µs at the end" in line for line in headline(run)
+    ), headline(run)
+    run.header = replace(run.header, stands_on=("residual_boundary",))
+    assert not run.unchanged
 
 
 def test_unfinished_summary_claims_nothing(unfinished_run: Path) -> None:
