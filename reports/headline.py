@@ -81,11 +81,11 @@ def why_no_floor(run: Run, kind: str) -> str | None:
     return "its step was not traced"
 
 
-def workload(kind: str, words: str) -> str:
+def workload(words: str) -> str:
     """What one step is, in words; as the ledger has it where that is written otherwise."""
     found = WORKLOAD.fullmatch(words)
     if found is None:
-        return words.removeprefix(f"{kind} ")
+        return words.removeprefix("decode ").removeprefix("prefill ")
     batch, tokens, context = (int(n) for n in found.groups())
     each = "one token each" if tokens == 1 else f"{tokens:,} tokens each"
     each = each.removesuffix(" each") if batch == 1 else each

@@ -60,6 +60,7 @@ def environment(*, autoescape: bool) -> Environment:
     templates.filters["breakable"] = breakable
     templates.filters["cell"] = cell
     templates.filters["short_name"] = short_name
+    templates.filters["workload"] = headline.workload
     templates.filters["capitalize_first"] = lambda words: words[:1].upper() + words[1:]
     return templates
 
@@ -97,7 +98,7 @@ def context(run: Run) -> dict[str, Any]:
         "after_words": after_words(run),
         "kinds": run.kinds,
         "kind": header.kind,
-        "workload": {k: headline.workload(k, header.workload.get(k, "")) for k in run.kinds},
+        "workload": {k: headline.workload(header.workload.get(k, "")) for k in run.kinds},
         "outcome": headline.outcome(run),
         "means": headline.MEANS,
         "titles": figures.BASELINE_TITLES,

@@ -60,10 +60,10 @@ def test_the_outcome_is_said_in_a_sentence(report: Report, cpu_run: Path) -> Non
 
 def test_a_step_is_described_in_words() -> None:
     one = "1 sequence, one token, at a context of 100,000"
-    assert workload("decode", "decode 1 x 1 token(s), context 100000") == one
+    assert workload("decode 1 x 1 token(s), context 100000") == one
     many = "8 sequences, 2,048 tokens each, at a context of 100,000"
-    assert workload("prefill", "prefill 8 x 2048 token(s), context 100000") == many
-    assert workload("decode", "decode of a kind of its own") == "of a kind of its own"
+    assert workload("prefill 8 x 2048 token(s), context 100000") == many
+    assert workload("decode of a kind of its own") == "of a kind of its own"
 
 
 @BOTH
