@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from reports.__main__ import main
+from reports.figures import broken_points, verdicts
 from reports.headline import why_no_floor, workload
 from reports.markdown import markdown
 from reports.page import page
@@ -97,3 +98,24 @@ def test_kernels_are_named_as_people_read_them() -> None:
         'title="void at::native::vectorized_elementwise_kernel&lt;4' in html
     )  # whole, to point at
     assert "at::native" not in text and "TrivialOffsetCalculator" not in Words(html).text
+
+
+@BOTH
+def test_an_accepted_change_is_accused_of_no_broken_rounding(report: Report) -> None:
+    """The evidence has points of accepted changes that fit neither replay: no broken promise."""
+    run = Run.load(EVIDENCE)
+    points = [
+        (verdict.passed, point.observed)
+        for attempt in run.changes()
+        for verdict in verdicts(attempt)
+        for point in verdict.points
+    ]
+    assert (True, "neither") in points
+    text = report(run)
+    assert "observed neither" not in text and "**neither**" not in text
+
+
+def test_a_refused_change_is_still_accused(cpu_run: Path) -> None:
+    run = Run.load(cpu_run)
+    accused = [p.point for a in run.changes() for v in verdicts(a) for p in broken_points(v)]
+    assert accused == ["post_norm"]
