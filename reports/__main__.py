@@ -91,9 +91,10 @@ def pull_requests(a: argparse.Namespace) -> int:
     requests = pr_open.chosen(made, written, a.change)
     for bundle, folder in written[len(made) :]:
         print(f"{folder}: cannot be opened: {pr_open.why_not(bundle)}", file=sys.stderr)
-    if not a.open:
+    if not a.open or pr_open.gh() is None:
         for request in requests:
             print(f"# {request.page.parent}", *pr_open.commands(request, a.remote), sep="\n")
+    if not a.open:
         return ExitCode.DONE
     git = pr_open.require(ROOT, a.remote)
     for request in requests:

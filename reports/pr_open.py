@@ -95,11 +95,15 @@ def create(request: Request, base: str | None) -> list[str]:
     return words + ["--body-file", str(request.page)] + (["--base", base] if base else [])
 
 
+def gh() -> str | None:
+    return shutil.which("gh")
+
+
 def require(root: Path, remote: str) -> Git:
     """All that opening needs, before anything is made; UserError names what is missing."""
     git = Git.open(root)
-    if shutil.which("gh") is None:
-        raise UserError("gh is not on PATH; install it, or run the commands printed without --open")
+    if gh() is None:
+        raise UserError("gh is not on PATH; install it, or run the commands printed here")
     remotes = git.run("remote").split()
     if remote not in remotes:
         raise UserError(

@@ -229,6 +229,8 @@ def test_opened_on_branches_without_touching_the_checkout(made, tmp_path):
 
     done = reports(git.root, run, "--open", "--remote", "hub", **where)
     assert done.returncode == 2 and "error: gh is not on PATH" in done.stderr
+    assert done.stdout == reports(git.root, run, "--remote", "hub", **where).stdout
+    assert f"push hub kernelwright/run/{FIRST}\n" in done.stdout
     (tmp_path / "bin" / "gh").write_text(GH)
     (tmp_path / "bin" / "gh").chmod(0o755)
     done = reports(git.root, run, "--open", "--remote", "nowhere", **where)
