@@ -29,12 +29,9 @@ from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation, region_of
 from optimized.decode_attention import COMBINED_COLUMNS, PROGRAMS
-from optimized.step_kernels import (
-    combine_gate_kernel,
-    gated_projection_kernel,
-    step_attention_kernel,
-)
+from optimized.step_kernels import step_attention_kernel
 from optimized.step_knobs import MAX_HELD, StepKnobs
+from optimized.step_output import combine_gate_kernel, gated_projection_kernel
 from optimized.triton_support import INTERPRETED, OfflineCase, launch, outside_domain
 
 # An attention's own parts by their regions; what prepares keys by whether they are all kept.
@@ -43,7 +40,7 @@ WEIGHTED_KEYS = {True: "qk_norm_scale", False: "qk_norm_rope"}
 WEIGHTLESS = {"attend": "attend", "gate": "output_norm_gate"}
 WEIGHTLESS_KEYS = {True: "qk_unit_norm", False: "qk_unit_norm_rope"}
 MAX_BATCH = 128
-MAX_COMBINED = 4096  # numerators that a block of the projection has in registers at once
+MAX_COMBINED = 8192  # numerators that a block of the projection has in registers at once
 MAX_FUSED_SPLITS = 16  # more would have every block of the projection read too much
 
 
@@ -231,7 +228,6 @@ def project(
             HEADS=triton.next_power_of_2(heads),
             DIM=dim,
             SPLITS=splits,
-            SPLIT_BLOCK=triton.next_power_of_2(splits),
             CHUNK=shares_at_once(splits, heads * dim),
             ROWS=knobs.rows,
             TILES=tiles,
@@ -300,9 +296,9 @@ def rank_cases(
         sizes |= kinds(weightless, length > window)
         found.append(case(step_attention_kernel, knobs.warps, **sizes))
         sizes = {"SPLITS": knobs.splits, "DIM": dim, "NORMED": weightless}
-        sizes |= {"SPLIT_BLOCK": triton.next_power_of_2(knobs.splits)}
         if knobs.splits > MAX_FUSED_SPLITS:
             columns = dim if weightless else COMBINED_COLUMNS
+            sizes |= {"SPLIT_BLOCK": triton.next_power_of_2(knobs.splits)}
             found.append(case(combine_gate_kernel, 4, **sizes, COLUMNS=columns))
         else:
             sizes |= {"H": heads, "HEADS": padded, "ROWS": knobs.rows}

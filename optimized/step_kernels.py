@@ -1,4 +1,5 @@
-"""Kernels of one decode step's attention; see `optimized.attention_step`.
+"""The first kernel of a decode step's attention; see `optimized.attention_step`, and `step_output`
+for what combines the shares.
 
 B sequences of one token, H query heads on Hkv KV heads of d = 2 P columns, S positions. A share of
 the sequence leaves sums [B H, SPLITS, d], the numerators, and stats [B H, SPLITS, 2], its maximum
@@ -8,15 +9,9 @@ and its denominator, FP32.
 import triton
 import triton.language as tl
 
-from optimized.decode_attention import HIDDEN, combined_shares, dot
+from optimized.decode_attention import HIDDEN, dot
 from optimized.qk_norm import halves, normed_halves, store_heads, turned
-from optimized.triton_support import (
-    begin,
-    exp_fp32,
-    let_next_start,
-    previous_is_done,
-    sigmoid_fp32,
-)
+from optimized.triton_support import exp_fp32, let_next_start, previous_is_done
 
 
 @triton.jit
@@ -241,111 +236,3 @@ def step_attention_kernel(
     tl.store(sums, numerator, mask=valid[None, :])
     tl.store(stats_ptr + rows * 2, highest, mask=valid)
     tl.store(stats_ptr + rows * 2 + 1, denominator, mask=valid)
-
-
-@triton.jit
-def _gated(a, gate, bias, eps, DIM: tl.constexpr, NORMED: tl.constexpr):
-    """R(a * R(sigmoid(R(gate + bias)))) of the rounded a [..., DIM], as FP32; `NORMED`, of
-    R(unit_norm(a)) and without a bias."""
-    a = a.to(tl.bfloat16).to(tl.float32)
-    gate = gate.to(tl.float32)
-    if NORMED:
-        squares = tl.sum(a * a, axis=len(a.shape) - 1, keep_dims=True)
-        a = (a * tl.rsqrt(squares * (1.0 / DIM) + eps)).to(tl.bfloat16).to(tl.float32)
-    else:
-        gate = (gate + bias.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    share = sigmoid_fp32(gate).to(tl.bfloat16).to(tl.float32)
-    return (a * share).to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
-def combine_gate_kernel(
-    sums_ptr,
-    stats_ptr,
-    gate_ptr,
-    bias_ptr,
-    out_ptr,
-    gate_stride,
-    H,
-    eps,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NORMED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Some `COLUMNS` of a head, all of them where it is `NORMED`."""
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    head = row % H
-    gate = tl.load(gate_ptr + (row // H) * gate_stride + head * DIM + columns)
-    bias = 0.0
-    if not NORMED:
-        bias = tl.load(bias_ptr + head)
-    a = combined_shares(sums_ptr, stats_ptr, row, columns, SPLITS, SPLIT_BLOCK, DIM)
-    tl.store(out_ptr + row * DIM + columns, _gated(a, gate, bias, eps, DIM, NORMED).to(tl.bfloat16))
-
-
-@triton.jit
-def gated_projection_kernel(
-    sums_ptr,
-    stats_ptr,
-    gate_ptr,
-    bias_ptr,
-    weight_ptr,
-    out_ptr,
-    O,  # noqa: E741
-    eps,
-    H: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    NORMED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One sequence: its H heads, combined from `SPLITS` shares, `CHUNK` at a time, and gated, times
-    `TILES` tiles of `ROWS` rows of the weight, held in registers."""
-    let_next_start(PDL)
-    first = tl.program_id(0) * (ROWS * TILES)
-    column = tl.arange(0, HEADS * DIM)
-    held = ()
-    for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
-        row = first + i * ROWS + tl.arange(0, ROWS)
-        present = (row < O)[:, None] & (column < H * DIM)[None, :]
-        pointers = weight_ptr + row[:, None] * (H * DIM) + column[None, :]
-        held = held + (tl.load(pointers, mask=present, other=0.0),)
-    head = tl.arange(0, HEADS)[:, None]
-    bias = 0.0
-    if not NORMED:
-        bias = tl.load(bias_ptr + head, mask=head < H, other=0.0)
-    previous_is_done(PDL)
-    split = tl.arange(0, SPLIT_BLOCK)[None, :]
-    inside = (head < H) & (split < SPLITS)
-    share = head * SPLITS + split
-    highest = tl.load(stats_ptr + share * 2, mask=inside, other=HIDDEN)
-    denominator = tl.load(stats_ptr + share * 2 + 1, mask=inside, other=0.0)
-    dim = tl.arange(0, DIM)
-    gate = tl.load(gate_ptr + head * DIM + dim[None, :], mask=head < H, other=0.0)
-    top = tl.max(highest, axis=1)[:, None]
-    total = tl.sum(exp_fp32(highest - top) * denominator, axis=1)[:, None]
-    a = tl.zeros([HEADS, DIM], tl.float32)
-    for start in tl.static_range(0, SPLIT_BLOCK, CHUNK):  # pyright: ignore[reportGeneralTypeIssues]
-        split = start + tl.arange(0, CHUNK)[None, :]
-        inside = (head < H) & (split < SPLITS)
-        share = head * SPLITS + split
-        factor = exp_fp32(tl.load(stats_ptr + share * 2, mask=inside, other=HIDDEN) - top)
-        sums = sums_ptr + share[:, :, None] * DIM + dim[None, None, :]
-        numerator = tl.load(sums, mask=inside[:, :, None], other=0.0)
-        a += tl.sum(numerator * factor[:, :, None], axis=1)
-    a = a / tl.where(head < H, total, 1.0)
-    x = tl.reshape(_gated(a, gate, bias, eps, DIM, NORMED), [HEADS * DIM])
-    for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
-        row = first + i * ROWS + tl.arange(0, ROWS)
-        y = tl.sum(held[i].to(tl.float32) * x[None, :], axis=1)
-        tl.store(out_ptr + row, y.to(tl.bfloat16), mask=row < O)

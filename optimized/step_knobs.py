@@ -35,14 +35,14 @@ class StepKnobs:
             block=base.block,
             stages=2,
             splits=max(1, min(SHARES // max(1, shape["B"] * shape["Hkv"]), most)),
-            rows=8 if width >= 512 else 4,
+            rows=16 if width >= 512 else 4,  # a row for each warp
             row_warps=16 if width >= 512 else 4,
         )
 
     @classmethod
     def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
         found = {**AttentionKnobs.candidates(shape)}
-        return {**found, "rows": (1, 2, 4, 8), "row_warps": (4, 8, 16)}
+        return {**found, "rows": (1, 2, 4, 8, 16), "row_warps": (4, 8, 16)}
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
         attention = AttentionKnobs(

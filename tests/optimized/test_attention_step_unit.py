@@ -63,8 +63,9 @@ def test_other_knobs_and_many_shares(monkeypatch):
     assert_matches(node, args, knobs)
 
 
-def test_shares_are_combined_a_few_at_a_time():
+def test_shares_are_combined_a_few_at_a_time(monkeypatch):
     """Five shares, four at once: the last one alone."""
+    monkeypatch.setattr(attention_step, "MAX_COMBINED", 4096)
     c = config(16, 2, 64)
     node, args = attention(c, True), call(c, True, [79])
     assert shares_at_once(5, 16 * 64) == 4
