@@ -127,9 +127,11 @@ class MuseSparkConfig:
 
 PRESETS: dict[str, MuseSparkConfig] = {
     "full": MuseSparkConfig(),
-    # What one of eight ranks holds of 34 layers of the 62, 105.3 GiB, which leaves room for caches
-    # and a prefill on a 141 GB card; both kinds of layer in the model's ratio. No encoders.
-    "tp8-rank": replace(MuseSparkConfig(layers=34).shard(8), prefill_attention="sdpa"),
+    # What one of eight ranks holds of 36 layers of the 62, which are 191.4 GiB. 36 are 111.4 of the
+    # 139 GiB of a 141 GB card, the caches of a decode and of a prefill 8 x 2048 at 100K take 4.1,
+    # and what that prefill makes takes 10.5, twice where it is judged: one layer more would not
+    # fit. Both kinds of layer, in about the model's ratio. No encoders.
+    "tp8-rank": replace(MuseSparkConfig(layers=36).shard(8), prefill_attention="sdpa"),
     "mini": MuseSparkConfig(
         layers=5,
         hidden=256,

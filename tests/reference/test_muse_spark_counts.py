@@ -1,9 +1,15 @@
 """Sizes by arithmetic: parameters, cache, shards, presets."""
 
+import weakref
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from reference import muse_spark
 from reference.muse_spark_config import (
@@ -72,23 +78,71 @@ def test_the_cache_grows_by_that_and_rings_stay() -> None:
     assert {tuple(layer.k.shape) for layer in rings} == {(1, 2048 + 1, 16, 64)}
 
 
-def test_one_rank_of_eight_fits_a_card_with_its_caches() -> None:
-    """34 layers of the 62, every kind in the model's ratio: 105 GiB of a card's 139."""
+CARD = 139 * GIB  # of an H200, as PyTorch sees it
+REST = 2 * GIB  # CUDA itself, libraries' workspaces, captured graphs
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that a step's own tensors take at once."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.given = {t.untyped_storage()._cdata for t in given}
+        self.live: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self.given and key not in self.live:
+                    self.live[key] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, key)
+        self.most = max(self.most, sum(self.live.values()))
+        return made
+
+
+def prefill_bytes(c: muse_spark.MuseSparkConfig) -> int:
+    """What a prefill 8 x 2048 at 100K makes, on the meta device, whose attention makes its result
+    alone, as a GPU's kernel does."""
+    model, cache = muse_spark.build(c, "meta", 0), muse_spark.cache(c, 8, 100_000, "meta")
+    for layer in model.model.language_model.layers:
+        attend: Any = layer.self_attn.prefill_attend  # pyright: ignore
+        attend.forward = lambda q, k, v, mask: torch.empty_like(q)
+    ids = torch.zeros(8, 2048, dtype=torch.int64, device="meta")
+    cache.ends_aligned = True
+    kept = [t for layer in cache.layers for t in (layer.k, layer.v)]
+    with torch.no_grad(), Peak([*model.state_dict().values(), *kept]) as peak:
+        model(ids, ids, cache)
+    return peak.most
+
+
+def test_one_rank_of_eight_fits_a_card_and_one_layer_more_does_not() -> None:
+    """Weights, the caches of a decode and a prefill, and what a judged prefill makes, twice."""
     c = muse_spark.configs["tp8-rank"]
     assert (c.tp, c.query_heads, c.kv_heads, c.expert_ff, c.vocabulary) == (8, 16, 2, 512, 25256)
-    assert (c.layers, sum(c.is_full(i) for i in range(c.layers))) == (34, 9)
+    assert (c.layers, sum(c.is_full(i) for i in range(c.layers))) == (36, 9)
     same = "hidden", "head_dim", "experts", "expert_width", "top_k", "window"
     assert [getattr(c, n) for n in same] == [getattr(FULL, n) for n in same]
-    state = muse_spark.build(c, "meta", 0).state_dict()
-    weights = sum(t.nbytes for t in state.values())
-    caches = [muse_spark.cache(c, batch, 100_000, "meta").nbytes for batch in (1, 8)]
     assert c.note == (
         "what one of 8 tensor-parallel ranks holds and computes, sums over ranks the identity; "
-        "34 of 62 layers"
+        "36 of 62 layers"
     )
     assert muse_spark.configs["mini"].note == ""
-    assert round(weights / GIB, 1) == 105.3
-    assert [round(size / GIB, 2) for size in caches] == [0.45, 3.63]
+
+    def needs(layers: int) -> tuple[int, int]:
+        other = replace(c, layers=layers)
+        state = muse_spark.build(other, "meta", 0).state_dict().values()
+        caches = (muse_spark.cache(other, batch, 100_000, "meta").nbytes for batch in (1, 8))
+        return sum(t.nbytes for t in state), sum(caches)
+
+    makes = prefill_bytes(replace(c, layers=2))
+    weights, caches = needs(c.layers)
+    assert [round(n / GIB, 1) for n in (weights, caches, makes)] == [111.4, 4.1, 10.5]
+    assert round(needs(62)[0] / GIB, 1) == 191.4
+    assert weights + caches + 2 * makes + REST < CARD < sum(needs(c.layers + 1)) + 2 * makes + REST
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (8, 2048)], ids=["decode", "prefill"])
