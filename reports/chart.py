@@ -19,6 +19,8 @@ COLOURS = {
     "#070707": "var(--paper)",
 }
 INK, MUTED, RULE, KEPT, REJECTED, FAILED, PAPER = COLOURS
+HEADROOM = 1.12  # of the largest value
+LABEL = 0.15  # of the panel's height: a line of text and its distance from the step
 OFF_SCALE = 1.6  # baselines slower than this times the slowest step would flatten the steps
 
 
@@ -87,11 +89,9 @@ def _draw(axes, path: list[Step], baselines: list[tuple[str, float]]) -> None:
     for at, (step, level) in enumerate(zip(path, level_us, strict=True)):
         _mark(axes, at, step, level, scale)
     # Inside the frame's edges, so that they never cover an axis label.
-    tried_us = path[-1].tried_us
-    below = 1 if path[-1].level is None and tried_us and tried_us < level_us[-1] else -1
     for at, level, side, above in (
         (-0.5, level_us[0], "left", 1),
-        (last, level_us[-1], "right", below),  # away from what was refused last
+        (last, level_us[-1], "right", _side(path[-1], level_us[-1], HEADROOM * largest, baselines)),
     ):
         axes.annotate(
             text.number(level / scale),
@@ -105,6 +105,13 @@ def _draw(axes, path: list[Step], baselines: list[tuple[str, float]]) -> None:
             fontweight="bold",
         )
     _frame(axes, path, [v / scale for v in [*level_us, *tried, *(us for _, us in baselines)]], unit)
+
+
+def _side(step: Step, level_us: float, top_us: float, baselines: list[tuple[str, float]]) -> int:
+    """1 for a label above the last level, -1 below it: away from what was refused last and from a
+    baseline's line."""
+    under = [us for _, us in baselines] + [step.tried_us or 0.0] * (step.level is None)
+    return 1 if any(level_us - LABEL * top_us < us < level_us for us in under) else -1
 
 
 def _mark(axes, at: int, step: Step, level: float, scale: float) -> None:
@@ -125,7 +132,7 @@ def _mark(axes, at: int, step: Step, level: float, scale: float) -> None:
 
 
 def _frame(axes, path: list[Step], values: list[float], unit: str) -> None:
-    axes.set_ylim(0.0, 1.12 * max(values))  # from zero: a step down is as tall as it is worth
+    axes.set_ylim(0.0, HEADROOM * max(values))  # from zero: a step down is as tall as it is worth
     axes.set_xlim(-0.5, len(path) - 0.5)
     every = -(-len(path) // 16)  # at most sixteen labels, so that they stay apart
     axes.set_xticks(range(0, len(path), every), [s.label for s in path[::every]])

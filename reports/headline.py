@@ -74,7 +74,7 @@ def why_no_floor(run: Run, kind: str) -> str | None:
     if run.after is None or floor_us(run, kind) is not None:
         return None
     if kind not in run.floors:
-        return "a floor is computed at a run's end" if not run.finished else "not in this ledger"
+        return "it is computed when a run ends" if not run.finished else "this run computed none"
     traced = run.kernels.get("before")
     if traced is not None and traced.compulsory_bytes is not None:
         return "a toy's weights stay in a cache"

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.records import Timing
 from reports.__main__ import main
-from reports.figures import broken_points, verdicts
+from reports.chart import _side
+from reports.figures import Step, broken_points, verdicts
 from reports.headline import why_no_floor, workload
 from reports.markdown import markdown
 from reports.page import page
@@ -78,7 +80,7 @@ def test_a_missing_floor_has_its_reason(report: Report, cpu_run: Path) -> None:
     assert why_no_floor(run, "decode") == "a toy's weights stay in a cache"
     assert "o floor: a toy's weights stay in a cache" in report(run)
     assert why_no_floor(Run.load(EVIDENCE), "decode") is None
-    assert why_no_floor(Run.load(EVIDENCE), "prefill") == "not in this ledger"
+    assert why_no_floor(Run.load(EVIDENCE), "prefill") == "this run computed none"
 
 
 def test_links_lead_to_the_run_from_wherever_the_page_lies(cpu_run: Path, tmp_path: Path) -> None:
@@ -119,3 +121,29 @@ def test_a_refused_change_is_still_accused(cpu_run: Path) -> None:
     run = Run.load(cpu_run)
     accused = [p.point for a in run.changes() for v in verdicts(a) for p in broken_points(v)]
     assert accused == ["post_norm"]
+
+
+def side_of(level_us: float, baseline_us: float, tried_us: float | None) -> int:
+    """The side on which the last level's label stands: 1 above, -1 below."""
+    timing = Timing(median_us=level_us, interval_us=(level_us, level_us), samples=9)
+    refused = tried_us is not None
+    step = Step(
+        label="3", name="x", status=None, level=None if refused else timing, tried_us=tried_us
+    )
+    return _side(step, level_us, 1000.0, [("compile", baseline_us)])
+
+
+@pytest.mark.parametrize(
+    ("level_us", "baseline_us", "tried_us", "side"),
+    [
+        (600.0, 300.0, None, -1),  # free below
+        (600.0, 540.0, None, 1),  # a baseline's line runs where the label would stand
+        (600.0, 700.0, None, -1),
+        (600.0, 300.0, 550.0, 1),  # what was refused last lies there
+        (600.0, 300.0, 900.0, -1),
+    ],
+)
+def test_the_last_label_stands_clear_of_lines_and_rings(
+    level_us: float, baseline_us: float, tried_us: float | None, side: int
+) -> None:
+    assert side_of(level_us, baseline_us, tried_us) == side
