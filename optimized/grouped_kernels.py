@@ -19,6 +19,7 @@ def grouped_up_kernel(
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EXTRA: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     SPAN: tl.constexpr,
@@ -26,11 +27,13 @@ def grouped_up_kernel(
     PDL: tl.constexpr,
 ):
     """hidden [P, F] = R(silu(R(x W_gate^T)) * R(x W_up^T)) of sorted rows of x, silu rounded too if
-    `ROUNDED`; a program makes `SPAN` tiles of columns one after the other."""
+    `ROUNDED`; a program makes `SPAN` tiles of columns one after the other, or one of `COLUMNS` and
+    beside it one of `EXTRA`, from the same tiles of x."""
     begin(PDL)
-    PARTS: tl.constexpr = (F + COLUMNS * SPAN - 1) // (COLUMNS * SPAN)
-    REST: tl.constexpr = F - (PARTS - 1) * COLUMNS
-    NARROW: tl.constexpr = (SPAN == 1) and ((COLUMNS > 16) and (2 * REST <= COLUMNS))
+    WIDTH: tl.constexpr = (COLUMNS + EXTRA) * SPAN
+    PARTS: tl.constexpr = (F + WIDTH - 1) // WIDTH
+    REST: tl.constexpr = F - (PARTS - 1) * WIDTH
+    NARROW: tl.constexpr = (SPAN == 1 and EXTRA == 0) and (COLUMNS > 16 and 2 * REST <= COLUMNS)
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     # Read ahead of the test, though it may mean nothing: four loads at once.
@@ -38,22 +41,43 @@ def grouped_up_kernel(
     first, end = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
     if tile < tl.load(used_ptr):
         weight = weight_ptr + expert * (2 * F * D)
-        column = part * (COLUMNS * SPAN)
+        column = part * WIDTH
         if (ROWS > 16) & (end - first <= ROWS // 2):
             _up_tiles(
                 x_ptr, tokens_ptr, weight, hidden_ptr, x_stride, first, end, column,
-                D, F, ROWS // 2 if ROWS > 16 else ROWS, COLUMNS, BLOCK, STAGES, SPAN, ROUNDED,
+                D, F, ROWS // 2 if ROWS > 16 else ROWS, COLUMNS, EXTRA,
+                BLOCK, STAGES, SPAN, ROUNDED,
             )  # fmt: skip
         elif NARROW & (part == PARTS - 1):
             _up_tiles(
                 x_ptr, tokens_ptr, weight, hidden_ptr, x_stride, first, end, column,
-                D, F, ROWS, COLUMNS // 2 if NARROW else COLUMNS, BLOCK, STAGES, SPAN, ROUNDED,
+                D, F, ROWS, COLUMNS // 2 if NARROW else COLUMNS, 0, BLOCK, STAGES, SPAN, ROUNDED,
             )  # fmt: skip
         else:
             _up_tiles(
                 x_ptr, tokens_ptr, weight, hidden_ptr, x_stride, first, end, column,
-                D, F, ROWS, COLUMNS, BLOCK, STAGES, SPAN, ROUNDED,
+                D, F, ROWS, COLUMNS, EXTRA, BLOCK, STAGES, SPAN, ROUNDED,
             )  # fmt: skip
+
+
+@triton.jit
+def _gate_and_up(
+    weight_ptr,
+    first_column,
+    k,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """[BLOCK, 2 COLUMNS] of the weight from input `k` on: gate and up rows, in turns."""
+    both, depth = tl.arange(0, 2 * COLUMNS), k + tl.arange(0, BLOCK)
+    row = tl.minimum(first_column + both // 2, F - 1) + both % 2 * F
+    tile = weight_ptr + row[None, :] * D + depth[:, None]
+    if D % BLOCK == 0:
+        return tl.load(tile)
+    else:
+        return tl.load(tile, mask=(depth < D)[:, None], other=0.0)
 
 
 @triton.jit
@@ -70,6 +94,7 @@ def _up_tiles(
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EXTRA: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     SPAN: tl.constexpr,
@@ -78,37 +103,40 @@ def _up_tiles(
     row = first + tl.arange(0, ROWS)
     # Rows beyond the end are computed on real values and not stored, so no load needs a mask.
     token = tl.load(tokens_ptr + tl.minimum(row, end - 1)).to(tl.int64)
-    both = tl.arange(0, 2 * COLUMNS)
     depth = tl.arange(0, BLOCK)
     x_tile = x_ptr + token[:, None] * x_stride + depth[None, :]
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
+    if EXTRA > 0:
+        beside = tl.zeros([ROWS, 2 * EXTRA], tl.float32)
     # One loop over all tiles: the next one's loads are under way while this one is stored.
     for step in tl.range(0, STEPS * SPAN, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         k, column = step * BLOCK, first_column
         if SPAN > 1:
             k, column = step % STEPS * BLOCK, first_column + step // STEPS * COLUMNS
-        weight_row = tl.minimum(column + both // 2, F - 1) + both % 2 * F
-        weight_tile = weight_ptr + weight_row[None, :] * D + depth[:, None]
         if D % BLOCK == 0:
             x = tl.load(x_tile + k)
-            weight = tl.load(weight_tile + k)
         else:
-            inside = k + depth < D
-            x = tl.load(x_tile + k, mask=inside[None, :], other=0.0)
-            weight = tl.load(weight_tile + k, mask=inside[:, None], other=0.0)
-        total = dot_fp32(x, weight, total)
+            x = tl.load(x_tile + k, mask=(k + depth < D)[None, :], other=0.0)
+        total = dot_fp32(x, _gate_and_up(weight_ptr, column, k, D, F, COLUMNS, BLOCK), total)
+        if EXTRA > 0:
+            weight = _gate_and_up(weight_ptr, column + COLUMNS, k, D, F, EXTRA, BLOCK)
+            beside = dot_fp32(x, weight, beside)
         if SPAN > 1:
             if step % STEPS == STEPS - 1:
-                _store_hidden(hidden_ptr, row, end, column, total, F, ROWS, COLUMNS, ROUNDED)
+                _store_hidden(hidden_ptr, first, row, end, column, total, F, ROWS, COLUMNS, ROUNDED)
                 total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
+    if EXTRA > 0:  # first, because its registers are needed for the others
+        column = first_column + COLUMNS
+        _store_hidden(hidden_ptr, first, row, end, column, beside, F, ROWS, EXTRA, ROUNDED)
     if SPAN == 1:
-        _store_hidden(hidden_ptr, row, end, first_column, total, F, ROWS, COLUMNS, ROUNDED)
+        _store_hidden(hidden_ptr, first, row, end, first_column, total, F, ROWS, COLUMNS, ROUNDED)
 
 
 @triton.jit
 def _store_hidden(
     hidden_ptr,
+    first,
     row,
     end,
     first_column,
@@ -127,7 +155,9 @@ def _store_hidden(
     hidden = (opened * up).to(tl.bfloat16)
     column = first_column + tl.arange(0, COLUMNS)
     stored = (row < end)[:, None] & (column < F)[None, :]
-    tl.store(hidden_ptr + row.to(tl.int64)[:, None] * F + column[None, :], hidden, mask=stored)
+    tile = hidden_ptr + first.to(tl.int64) * F
+    offset = (row - first)[:, None] * F + column[None, :]
+    tl.store(tile + offset, hidden, mask=stored)
 
 
 @triton.jit

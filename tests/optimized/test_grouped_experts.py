@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from optimized.change import shape_key
-from optimized.grouped_experts import GroupedKnobs, grouped_experts
+from optimized.expert_sort import sort_pairs
+from optimized.grouped_experts import GroupedKnobs, grouped_experts, up_product
 from optimized.routed_experts import CHANGE, MAX_PAIRS
 from tests.optimized.kernel_checks import (
     DEVICE,
@@ -58,6 +59,19 @@ def test_matches_the_reference(tokens, top_k, experts, width, inner):
     reference = node(experts, width, inner)
     assert_matches(reference, bf16(tokens, width), choices(tokens, top_k, experts), SMALL)
     assert_matches(reference, bf16(tokens, width), choices(tokens, top_k, experts))
+
+
+def test_columns_that_are_no_power_of_two():
+    """48 are made as 32 and 16 beside them, of the same rows: the same sums, so the same bits."""
+    x, experts = bf16(20, 72), choices(20, 2, 3)
+    order = sort_pairs(experts, 3, SMALL.row_tile)
+    wide = replace(SMALL, up_columns=48, up_span=1)
+    for inner in (40, 48, 50, 96):
+        assert wide.is_valid({"D": 72, "F": inner})
+        assert not replace(wide, up_span=2).is_valid({"D": 72, "F": inner})
+        experts_node = node(3, 72, inner)
+        found, others = (up_product(experts_node, x, order, knobs) for knobs in (wide, SMALL))
+        assert same_bits(found, others)
 
 
 def test_one_expert_has_all_pairs_and_others_none():
