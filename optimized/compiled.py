@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 64  # of one region: shapes beyond what becomes dynamic on its own
+PLAIN = Tensor, bool, int, float, str, type(None)  # calls of these alone need no Dynamo twice
 
 
 class Called(NamedTuple):
@@ -145,6 +146,8 @@ def compile_node(node: nn.Module, options: Mapping[str, Any]) -> Callable[..., A
             args, named = bound.args, bound.kwargs
             if named:  # of no position, or behind one that was left out
                 return compiled(view, args, named)[0]
+        if not all(isinstance(arg, PLAIN) for arg in args):
+            return compiled(view, args, {})[0]
         key = tuple([_kind(arg) for arg in args]), torch.is_grad_enabled()
         replay = known.get(key)
         if replay is not None:

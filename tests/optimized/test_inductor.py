@@ -16,6 +16,7 @@ from optimized.inductor import (
 )
 from reference import beam
 from reference.beam import OutputGate, QKNormRope, ResidualBoundary
+from reference.cache import LayerCache
 from tests.optimized.kernel_checks import DEVICE, bf16, same_bits
 from tests.reference.noise import assert_within, within
 
@@ -202,6 +203,21 @@ def test_side_effects_stay_with_dynamo(graphs):
     for _ in range(3):
         assert torch.equal(function(torch.full((4,), 2.0)), torch.full((4,), 2.0))
     assert graphs["dispatched"] == 3
+
+
+class ReadsCache(nn.Module):
+    def forward(self, x: Tensor, cache: LayerCache) -> Tensor:
+        return x * 2 + cache.k[:, -1, 0]
+
+
+def test_arguments_that_hold_tensors_are_left_to_dynamo(graphs):
+    x, k = bf16(1, 32), bf16(1, 4, 1, 32, seed=1)
+    cache = LayerCache(k, k.clone(), None)
+    node = ReadsCache()
+    fast = compile_node(node, numerics_options())
+    for _ in range(3):
+        assert same_bits(fast(x, cache), node(x, cache))
+        cache.k = cache.k + 1
 
 
 def test_results_that_are_arguments_or_views(graphs):
