@@ -22,7 +22,7 @@ from torch import Tensor
 
 from optimized.boundary_router_kernel import boundary_router_kernel
 from optimized.change import Change, Contract, Implementation, KnobValue, region_of
-from optimized.residual_boundary import post_kind, row_pieces
+from optimized.residual_boundary import post_kind
 from optimized.router_topk import choose, outside_router
 from optimized.triton_support import (
     OfflineCase,
@@ -37,7 +37,7 @@ MAX_WIDTH = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryRouterKnobs:
-    """`rows` of W a program, `warps` of its thread block; `split` holds a row in two pieces."""
+    """`rows` of W a program, `warps` of its thread block; `split` holds a row in pieces."""
 
     rows: int
     warps: int
@@ -58,10 +58,18 @@ class BoundaryRouterKnobs:
         }
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
-        head, tail = row_pieces(shape["D"], self.split)
-        held = (4 + self.rows) * (head + tail) // (32 * self.warps)  # values a thread
+        block = piece(shape["D"], self.split)
+        width = block * triton.cdiv(shape["D"], block)
+        held = (4 + self.rows) * width // (32 * self.warps)  # values a thread
         whole = not shape["D"] & (shape["D"] - 1)
-        return head + tail >= 32 * self.warps and held <= 240 and not (self.split and whole)
+        return block >= 32 * self.warps and held <= 240 and not (self.split and whole)
+
+
+def piece(width: int, split: bool) -> int:
+    """The elements that a row of `width` is held in at a time: all, padded to a power of two, or an
+    eighth of that: 5120 without padding, in five pieces of 1024."""
+    whole = triton.next_power_of_2(width)
+    return max(1, whole // 8) if split else whole
 
 
 def shape(node: Any, h: Tensor, x: Tensor, *rest: Any) -> dict[str, int]:
@@ -126,7 +134,6 @@ def enter(
     chosen = knobs or BoundaryRouterKnobs.heuristic({"N": tokens, "D": width})
     h_out, x_out = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for _ in "hx")
     logits = torch.empty((tokens, count), device=y.device)
-    head, tail = row_pieces(width, chosen.split)
     launch(
         boundary_router_kernel,
         (triton.cdiv(count, chosen.rows), tokens),
@@ -145,8 +152,7 @@ def enter(
         *eps,
         D=width,
         E=count,
-        HEAD=head,
-        TAIL=tail,
+        BLOCK=piece(width, chosen.split),
         ROWS=chosen.rows,
         POST=post_kind(post_weight is not None, gate is not None),
         GATED=gate is not None,
@@ -165,8 +171,7 @@ def offline_case(width: int, knobs: BoundaryRouterKnobs, **kind: Any) -> Offline
     kinds |= {"gate_ptr": "*fp32" if kind["GATED"] else "*bf16"}
     kinds |= dict.fromkeys(("y_stride", "h_stride"), "i32:16")
     kinds |= dict.fromkeys(("y_scale", "h_scale", "post_eps", "eps"), "fp32")
-    head, tail = row_pieces(width, knobs.split)
-    values = {"D": width, "E": 256, "HEAD": head, "TAIL": tail, "ROWS": knobs.rows, **kind}
+    values = {"D": width, "E": 256, "BLOCK": piece(width, knobs.split), "ROWS": knobs.rows, **kind}
     kinds |= dict.fromkeys(values, "constexpr")
     ordered = {n: kinds[n] for n in boundary_router_kernel.arg_names if n != "PDL"}
     return OfflineCase(boundary_router_kernel, ordered, values, knobs.warps)
