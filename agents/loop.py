@@ -69,7 +69,7 @@ class Loop:
                 self.agent.connect()
             if self.require_sandbox or self.agent is not None:  # before all else: may be refused
                 self.open_gate()
-                give_up_rights(self.ledger, self.progress.done)
+                give_up_rights(self.ledger, self.progress.done, self.workload.name)
             ended = self.ledger.last("stopped") or {"reason": "interrupted"}
             self.session.prepare()
             if only:

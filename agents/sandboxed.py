@@ -20,6 +20,7 @@ from harness.cli import CACHES
 from harness.confine import ROOT
 from harness.errors import UserError
 from harness.executors.base import Executor
+from harness.git import Git
 from harness.ledger import Ledger
 from harness.observe import CandidateError
 from harness.protections import describe
@@ -32,21 +33,50 @@ from optimized.change import Change
 
 OWN_PROCESS, LOST = "own_process", "worker_lost"  # the ledger's events
 # Where compilers of libraries keep what they made, if they have; the rest of HOME is closed.
+CUDA = "CUDA_HOME", "CUDA_PATH"
+# Its settings in HOME; what it keeps of credentials lies beside them.
+GIT = ".gitconfig", ".config/git/config", ".config/git/ignore", ".config/git/attributes"
 LIBRARY_CACHES = ".nv/ComputeCache", ".cache/flashinfer", ".cache/torch_extensions"
 
 
-def give_up_rights(ledger: Ledger, say: Callable[[str], None]) -> None:
+def give_up_rights(ledger: Ledger, say: Callable[[str], None], model: str) -> None:
     """From here on the run's own process writes in its directory, its caches and the folder for
-    temporary files only, and reaches no network; who needs one has a process of its own by now."""
+    temporary files only, reads little else, and reaches neither the network nor other processes;
+    who needs one has a process of its own by now. `model` is the model's name, or its file."""
     os.environ.setdefault("MPLCONFIGDIR", str((ledger.directory / "cache/matplotlib").resolve()))
     caches = [Path(os.environ[name]) for name in (*CACHES, "MPLCONFIGDIR") if name in os.environ]
     for path in caches:
         path.mkdir(parents=True, exist_ok=True)
     library = [Path.home() / name for name in LIBRARY_CACHES]
     folders = [ledger.directory, Path(tempfile.gettempdir()), *caches, *library]
-    rows = confined.give_up(folders)
+    rows = confined.give_up(folders, needed(model))
     ledger.append(OWN_PROCESS, {"protections": [row.to_json() for row in rows]})
     say(f"the run's own process: {confined.describe(rows)}")
+
+
+def needed(model: str) -> list[Path]:
+    """What a run reads besides Python, the system and its own folders: the project, the model's
+    file, the objects of the repository, git's settings, the programs on PATH, CUDA."""
+    found = [ROOT, *objects(ROOT), *(Path.home() / name for name in GIT)]
+    found += [Path(model)] if model.endswith(".py") else []
+    found += map(Path, filter(None, os.environ.get("PATH", "").split(os.pathsep)))
+    found += [Path(os.environ[name]) for name in CUDA if name in os.environ]
+    home = Path.home().resolve()
+    return [path for path in found if not home.is_relative_to(path.resolve())]
+
+
+def objects(root: Path) -> list[Path]:
+    """Where git finds the objects of the checkout at `root`: its own, and those that it borrows."""
+    try:
+        git = Git.open(root)
+    except UserError:
+        return []
+    found = [root / git.run("rev-parse", "--git-path", "objects")]
+    for place in found:  # it grows
+        listed = place / "info" / "alternates"
+        lines = listed.read_text().splitlines() if listed.exists() else []
+        found += [place / line for line in lines if line and not line.startswith("#")]
+    return found
 
 
 class Gate:

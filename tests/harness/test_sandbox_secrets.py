@@ -90,6 +90,9 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Surround
             (home / name).chmod(0o644)
         patch.setenv("HOME", str(home))
         patch.setenv(NAME, SECRET)
+        holder = subprocess.Popen(["sleep", "600"], env={**os.environ, NAME: SECRET})
+        stack.callback(holder.wait)
+        stack.callback(holder.kill)
         inherited = os.open(home / "notes.txt", os.O_RDONLY)
         os.set_inheritable(inherited, True)
         stack.callback(os.close, inherited)
@@ -158,25 +161,30 @@ def test_a_candidate_speaks_to_nobody(found, surroundings) -> None:
     assert "pair" in found["works"]
 
 
-def test_what_passed_the_sandbox_speaks_to_nobody_and_writes_nowhere_either(surroundings) -> None:
-    """In the run's own process, which reads all that its user can."""
+def test_what_passed_the_sandbox_finds_no_secret_and_speaks_to_nobody_either(surroundings) -> None:
+    """In the run's own process, neither in the home directory nor in another process."""
     file, mine = surroundings.probes("passed.py"), surroundings.folder / "mine"
     mine.mkdir()
     code = (
         "import json, runpy\n"
         "from pathlib import Path\n"
         "from harness import confined\n"
-        f"speak = runpy.run_path({str(file)!r})['speak']\n"
-        "rows = confined.give_up([Path.cwd()])\n"
-        "print(json.dumps([[row.in_force for row in rows], speak()]))\n"
+        f"probes = runpy.run_path({str(file)!r})\n"
+        "places = [*map(Path, probes['TOLD']['hidden']), *Path('/proc').glob('[0-9]*/environ')]\n"
+        "before = probes['holders'](places)\n"
+        "rows = confined.give_up([Path.cwd()], [])\n"
+        "seen = probes['speak']() | {'holders': probes['holders'](places)}\n"
+        "print(json.dumps([[row.in_force for row in rows], before, seen]))\n"
     )
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(mine / "home")}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=mine, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    in_force, seen = json.loads(done.stdout)
+    in_force, before, seen = json.loads(done.stdout)
     if not all(in_force):
         pytest.skip("this machine does not give what confines the run's own process")
     assert (seen["written"], seen["spoke"], surroundings.reached()) == ([], [], [])
     assert seen["works"] == ["folder", "pair"]
+    assert set(before) > set(surroundings.told["hidden"])  # and a process's environment
+    assert seen["holders"] == []
