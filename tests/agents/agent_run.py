@@ -67,10 +67,17 @@ def goes_on(
     """The run in `directory`, in a process of its own, until it ends; `root` has the files that it
     runs. With `killed` nobody watches it, and it is killed once it has written such an event of its
     trajectory (`result:verify`: the result of that tool) or of its ledger (`ledger:attempt`)."""
-    program = root / PROGRAM.relative_to(ROOT)
-    line = [sys.executable, str(program), "--resume", str(directory), "--budget-minutes", "10"]
-    own = {**environment(api, root), "KILLED": killed}
-    return subprocess.run([*line, *more], env=own, cwd=root, capture_output=True, text=True)
+    words = "--resume", str(directory), "--budget-minutes", "10", *more
+    return started(words, api, root, KILLED=killed)
+
+
+def started(
+    words: Sequence[str], api: FakeApi | None, root: Path, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """The program with `words`, and `more` in its environment."""
+    line = [sys.executable, str(root / PROGRAM.relative_to(ROOT)), *words]
+    own = {**environment(api, root), **more}
+    return subprocess.run(line, env=own, cwd=root, capture_output=True, text=True)
 
 
 def attempts(directory: Path) -> list[Attempt]:

@@ -27,7 +27,7 @@ from tests.agents.agent_run import (
     trajectory,
 )
 from tests.agents.fake_api import FakeApi, Step, call, calls
-from tests.agents.test_claude_run import BREAKS, CHEATS, HONEST, submits, writes
+from tests.agents.test_claude_run import BREAKS, CHEATS, HONEST, submits, words, writes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -168,8 +168,26 @@ def test_the_users_checkout_stays_byte_for_byte_as_it_was(shown: Shown) -> None:
     assert own.run("diff", "--name-only", f"{head}..kept").startswith("optimized/honest_")
     message = own.run("log", "-1", "--format=%B", "kept")
     assert message.startswith("perf(honest): decode ") and "% interval" not in message
-    for words in ("device   ", "before ", "after ", "gain ", "(95%)"):
-        assert words in message
+    for part in ("device   ", "before ", "after ", "gain ", "(95%)"):
+        assert part in message
+
+
+def test_its_record_is_replayed_without_key_or_network_to_the_same_decisions(shown, tmp_path):
+    """Its first answers, up to the honest change."""
+    lines = trajectory(shown.run)
+    third = [i for i, e in enumerate(lines) if e["kind"] == "answer"][2]
+    record = tmp_path / "record.jsonl"
+    record.write_text("".join(json.dumps(event) + "\n" for event in lines[:third]))
+    model = Ledger.open(shown.run).header()["model"]
+    again = begun(tmp_path / "again", f"replay:{record}", model)
+    done = goes_on(again, None, root=shown.mine)
+    assert done.returncode == 0, done.stderr
+    before, now = attempts(shown.run)[:2], attempts(again)
+    assert [(a.status, words(a)) for a in now] == [(a.status, words(a)) for a in before]
+    assert [Path(a.name).name for a in now] == [Path(a.name).name for a in before]
+    assert "the model's work ended: the record has no more answers" in done.stderr
+    compared = [e["how"] for e in trajectory(again) if e["kind"] == "compared"]
+    assert len(compared) == 6 and compared.count("differ") == 1  # one says where its files lie
 
 
 def test_a_clean_clone_takes_the_patch_and_reproduces_the_certificate(shown, tmp_path) -> None:
