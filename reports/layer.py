@@ -16,7 +16,7 @@ WIDTH = 440
 HEAD, ROW, BAR = 96, 66, 12
 SMALL, SIZE = 12, 14
 SLIT = 0.8  # between two kernels, so that each can be seen
-WIDEST = 290  # px of the longest bar: its words stand beside it
+WIDEST = 262  # px of the longest bar: its words stand beside it
 
 
 def chosen(run: Run) -> LayerPair | None:

@@ -30,6 +30,18 @@ const look = frame => {
       const box = e.getBoundingClientRect();
       return [box.width, box.height, e.querySelectorAll('path,rect,polyline,circle').length];
     }),
+    smallest: Math.min(...all('svg text').map(e => {
+      const m = e.getScreenCTM(), size = frame.contentWindow.getComputedStyle(e).fontSize;
+      return parseFloat(size) * Math.hypot(m.a, m.b);  // also of turned text
+    })),
+    overlapping: all('svg').flatMap(svg => {
+      const texts = [...svg.querySelectorAll('text')];
+      const boxes = texts.map(e => e.getBoundingClientRect());
+      const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+        && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4;
+      return texts.filter((e, i) => boxes.some((b, k) => k < i && meet(boxes[i], b)))
+        .map(e => e.textContent);
+    }),
     covered: all('tr.why summary').filter(
       e => e.getBoundingClientRect().top + 1
         < e.closest('tr').previousElementSibling.querySelector('a').getBoundingClientRect().bottom

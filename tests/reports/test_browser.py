@@ -14,7 +14,11 @@ from tests.layout import ROOT
 from tests.reports import browser
 from tests.reports.test_pictures import EVIDENCE
 
-BAD = "<!doctype html><p style='width:900px'>wide</p><script>console.error('planted')</script>"
+BAD = (
+    "<!doctype html><p style='width:900px'>wide</p><script>console.error('planted')</script>"
+    "<svg viewBox='0 0 400 40' width=400><text y=20 font-size=6>under</text>"
+    "<text x=9 y=20>over</text></svg>"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +36,10 @@ def test_a_phone_and_a_desk_show_every_chart_and_nothing_too_wide(
         assert frame["covered"] == 0  # no name of a change lies under what folds out below it
         assert len(frame["charts"]) == 8  # two headlines, two steps, parts, layer, fit, ULPs
         assert all(w > 300 and h > 10 and marks > 1 for w, h, marks in frame["charts"])
+        assert frame["smallest"] > 8.5 and frame["overlapping"] == []  # px; texts of pictures
     # The same look finds what is planted in a page beside them.
     assert shown.frames[2]["wide"] == ["P"] and shown.frames[2]["scroll_width"] > 390
+    assert shown.frames[2]["smallest"] == 6 and shown.frames[2]["overlapping"] == ["over"]
     assert len(shown.console) == 1 and "planted" in shown.console[0]
 
 

@@ -49,7 +49,7 @@ def test_the_table_in_markdown(cpu_run: Path) -> None:
     first = "| the result | free | prefill | 0 | 0.092 | 2.5e-5 | 0.0004 | 2 of 24 |"
     noise = "| the reference under noise | free | prefill | 0.0027 | 0.13 |"
     assert first in shown and noise in shown
-    assert "In the gate: 1,288 rows of choices compared, 1 differ" in shown
+    assert "In the verdict that decides: 1,288 rows of choices compared, 1 differ" in shown
     assert "the largest margin is 0.0012, 0.0019 is noise (layers.3, prefill, gate[1], row 60)" in (
         shown
     )
