@@ -8,6 +8,7 @@ and borrows the objects of the user's repository, in which nothing is written.
 
 import argparse
 import atexit
+import fcntl
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ from harness.git import Git
 from harness.ledger import Ledger
 
 PREFIX = "kernelwright-base-"  # of the folder's name; then this program's process
+LOCK = "lock"  # in there, held for as long as the program lives
 SAFE = "PYTHONSAFEPATH"  # else the caller's folder, or the script's, comes before PYTHONPATH
 
 
@@ -59,6 +61,9 @@ def enter(a: argparse.Namespace) -> None:
         return
     remove_left()
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")).resolve()
+    held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.set_inheritable(held, True)
     tree = detached(users, commit, folder)
     paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
     new = {drafts.ORIGIN: str(ROOT), "PYTHONPATH": paths, SAFE: "1"}
@@ -82,9 +87,9 @@ def leave() -> None:
 def remove_left() -> None:
     """The checkouts of this user's programs that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            if folder.stat().st_uid == os.getuid() and not Path(f"/proc/{owner(folder)}").exists():
-                shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError), (folder / LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def owner(folder: Path) -> int | None:

@@ -1,8 +1,10 @@
 """A run with a model works from a checkout of the base commit, whatever is edited meanwhile."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -46,13 +48,27 @@ def told(tmp_path: Path):
     return told
 
 
+def test_a_checkout_in_use_is_left_alone(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    used, made = tmp_path / f"{base.PREFIX}1-used", tmp_path / f"{base.PREFIX}1-being-made"
+    for folder in (used, made):
+        folder.mkdir()
+    with (used / base.LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        base.remove_left()
+        assert used.exists() and made.exists()
+    base.remove_left()
+    assert not used.exists() and made.exists()
+
+
 def test_the_program_begins_anew_from_the_commit_that_the_run_began_on(tmp_path, told) -> None:
     git = committed(tmp_path / "mine")
     first, judge = git.commit("HEAD"), git.root / "harness" / "wire.py"
     judge.write_text("raise RuntimeError('this is being edited')\n")
     model = "--target", "decode-bs1", "--proposer", "claude", "--budget-usd", "1"
-    left = tmp_path / "tmp" / f"{base.PREFIX}{2**22 + 1}-killed"  # no process has this number
+    left = tmp_path / "tmp" / f"{base.PREFIX}1-killed"
     left.mkdir()
+    (left / base.LOCK).touch()
     (root, wire, heavy, path), said = told(git.root, *model)
     assert (said, heavy) == ("", "False") and root == path != str(git.root)
     assert root.startswith(str(tmp_path / "tmp" / base.PREFIX)) and root.endswith("/tree")

@@ -1,10 +1,11 @@
 """A run that requires the sandbox: what its gate says, what the ledger and the reports hold."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from agents.sandboxed import Gate
+from agents.sandboxed import Gate, needed, objects
 from harness.errors import UserError
 from harness.ledger import Ledger
 from harness.protections import PROTECTIONS
@@ -22,6 +23,26 @@ RUN = {
     "proposer": "auto",
     "seed": 0,
 }
+
+
+def test_a_run_reads_the_objects_that_its_repository_borrows_and_not_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    subprocess.run(["git", "init", "--quiet", first], check=True)
+    for source, made in ((first, second), (second, third)):
+        subprocess.run(["git", "clone", "--quiet", "--shared", source, made], check=True,
+                       capture_output=True)  # fmt: skip
+    places = [first, second, third]
+    assert {p.resolve() for p in objects(third)} == {p / ".git" / "objects" for p in places}
+    assert objects(tmp_path) == []
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("PATH", f"{home}:{home}/bin:{tmp_path}:/usr/bin")
+    found = needed("model.py")
+    assert home / "bin" in found and Path("/usr/bin") in found and Path("model.py") in found
+    assert home not in found and tmp_path not in found
+    assert all(path not in found for path in (home / ".netrc", home / ".config"))
 
 
 def test_the_gate_judges_in_a_worker_and_says_what_protects(tmp_path):
