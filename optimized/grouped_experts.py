@@ -9,7 +9,8 @@ experts, D hidden, F feed-forward width. All rounding points are kept; none is a
 
 The rows of x are read where they are, through the sorted pairs' tokens. Gate and up rows of the
 weight alternate in a tile, so that both values of an output are neighbours in one thread and SwiGLU
-needs no exchange. 6 P D F operations: 1.29 TFLOP for 16384 tokens of a TP8 rank of Beam (K = 8, D =
+needs no exchange. The second product's sums are short: storing a tile by its threads would take
+half as long as making it, so NVIDIA's copy engine stores full ones, while the next is made. 6 P D F operations: 1.29 TFLOP for 16384 tokens of a TP8 rank of Beam (K = 8, D =
 5120, F = 320), 1.6 ms at an H200's 793 TFLOP/s (2026-11-29). Tiles are of one expert, so its last
 one is partly empty; the half-empty ones are computed by halves.
 """
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from optimized.change import KnobValue
 from optimized.expert_sort import SortedPairs, sort_pairs
@@ -40,7 +42,8 @@ WIDE_COLUMNS = 160
 class GroupedKnobs:
     """`row_tile` pairs a program. Per product: its `columns`, the `block` of the sum at a time,
     `stages` of its loads, `warps`. The first computes gate and up of its columns, which need be no
-    power of two (160 are 128 and 32). A program goes on through `span` tiles of columns."""
+    power of two (160 are 128 and 32). A program goes on through `span` tiles of columns. The second
+    leaves its full tiles to the copy engine if `down_bulk`."""
 
     row_tile: int
     up_columns: int
@@ -53,6 +56,7 @@ class GroupedKnobs:
     down_stages: int
     down_warps: int
     down_span: int
+    down_bulk: bool = False
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "GroupedKnobs":
@@ -75,6 +79,7 @@ class GroupedKnobs:
                 down_stages=3,
                 down_warps=8,
                 down_span=4,
+                down_bulk=_boxes(shape),
             )
         row_tile = min(64, max(16, triton.next_power_of_2(an_expert)))
         return cls(
@@ -106,6 +111,7 @@ class GroupedKnobs:
             "down_stages": (2, 3, 4),
             "down_warps": (4, 8),
             "down_span": (1, 2, 4, 10) if many else (1, 2),
+            "down_bulk": (False, True) if many and _boxes(shape) else (False,),
         }
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
@@ -115,6 +121,7 @@ class GroupedKnobs:
             (self.up_span == 1 or _parts(self.up_columns)[1] == 0)
             and self._fits(2 * self.up_columns, *up)
             and self._fits(self.down_columns, *down)
+            and (not self.down_bulk or self._fits_boxes(shape))
         )
 
     def _fits(
@@ -129,6 +136,16 @@ class GroupedKnobs:
             and 2 * (self.row_tile + columns) * block * stages + outputs <= MAX_SHARED
             and self.row_tile * columns <= (4096 if span > 1 else 5120) * warps
         )
+
+    def _fits_boxes(self, shape: Mapping[str, int]) -> bool:
+        tile = self.row_tile * self.down_columns
+        staged = (self.row_tile + self.down_columns) * self.down_block * self.down_stages
+        return _boxes(shape) and self.down_columns <= 256 and 2 * (tile + staged) <= MAX_SHARED - 64
+
+
+def _boxes(shape: Mapping[str, int]) -> bool:
+    """Whether there is a copy engine, and rows are multiples of 16 bytes apart, as it needs."""
+    return torch.version.hip is None and shape["D"] % 8 == 0 and shape["F"] % 8 == 0
 
 
 def _parts(columns: int) -> tuple[int, int]:
@@ -178,14 +195,28 @@ def down_product(node: Any, hidden: Tensor, order: SortedPairs, knobs: GroupedKn
     """hidden [P, F] BF16, sorted -> every pair's output [P, D] BF16, sorted."""
     width, inner = node.down_proj.shape[1:]
     y = torch.empty((len(hidden), width), dtype=hidden.dtype, device=hidden.device)
+    boxes: list[Any] = [hidden, node.down_proj, y]  # not read
+    if knobs.down_bulk:
+        rows, columns, block = knobs.row_tile, knobs.down_columns, knobs.down_block
+        boxes = [
+            TensorDescriptor.from_tensor(x, box)
+            for x, box in (
+                (hidden, [rows, block]),
+                (node.down_proj.detach().flatten(0, 1), [columns, block]),
+                (y, [rows, columns]),
+            )
+        ]
     launch(
         grouped_down_kernel,
         (len(order.tiles) * triton.cdiv(width, knobs.down_columns * knobs.down_span),),
         hidden,
+        boxes[0],
         order.tiles,
         order.used,
         node.down_proj,
+        boxes[1],
         y,
+        boxes[2],
         D=width,
         F=inner,
         ROWS=knobs.row_tile,
@@ -193,6 +224,7 @@ def down_product(node: Any, hidden: Tensor, order: SortedPairs, knobs: GroupedKn
         BLOCK=knobs.down_block,
         STAGES=knobs.down_stages,
         SPAN=knobs.down_span,
+        BULK=knobs.down_bulk,
         num_warps=knobs.down_warps,
     )
     return y
@@ -228,7 +260,14 @@ def offline_cases() -> list[OfflineCase]:
                 if part == "up":
                     wide, extra = _parts(knobs.up_columns)
                     values |= {"COLUMNS": wide, "EXTRA": extra, "ROUNDED": rounded}
+                else:
+                    values["BULK"] = knobs.down_bulk
                 kinds = {**pointers, "x_stride": "i32:16", **dict.fromkeys(values, "constexpr")}
+                rows, columns, block = knobs.row_tile, knobs.down_columns, knobs.down_block
+                boxes = {"hidden": (rows, block), "weight": (columns, block), "y": (rows, columns)}
+                for name, (high, wide) in boxes.items():
+                    box = f"tensordesc<bf16[{high},{wide}]>"
+                    kinds[f"{name}_box"] = box if knobs.down_bulk else "*bf16"
                 signature = {name: kinds[name] for name in kernel.arg_names if name != "PDL"}
                 warps = getattr(knobs, f"{part}_warps")
                 cases.append(OfflineCase(kernel, signature, values, warps))

@@ -163,10 +163,13 @@ def _store_hidden(
 @triton.jit
 def grouped_down_kernel(
     hidden_ptr,
+    hidden_box,
     tiles_ptr,
     used_ptr,
     weight_ptr,
+    weight_box,
     y_ptr,
+    y_box,
     D: tl.constexpr,
     F: tl.constexpr,
     ROWS: tl.constexpr,
@@ -174,18 +177,26 @@ def grouped_down_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     SPAN: tl.constexpr,
+    BULK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [P, D] = R(hidden W_down^T); a program makes `SPAN` tiles of columns, one after another."""
+    """y [P, D] = R(hidden W_down^T); a program makes `SPAN` tiles of columns, one after another.
+    With `BULK` the copy engine moves all of a full tile, by the tensor descriptors called boxes."""
     begin(PDL)
     PARTS: tl.constexpr = (D + COLUMNS * SPAN - 1) // (COLUMNS * SPAN)
     tile = tl.program_id(0) // PARTS
     column = tl.program_id(0) % PARTS * (COLUMNS * SPAN)
-    expert = tl.load(tiles_ptr + tile * 3).to(tl.int64)
+    expert = tl.load(tiles_ptr + tile * 3)
     first, end = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
     if tile < tl.load(used_ptr):
-        weight = weight_ptr + expert * (D * F)
-        if (ROWS > 16) & (end - first <= ROWS // 2):
+        weight = weight_ptr + expert.to(tl.int64) * (D * F)
+        if BULK & (end - first >= ROWS):
+            if BULK:
+                _full_tiles(
+                    hidden_box, weight_box, y_box, first, expert * D, column,
+                    F, ROWS, COLUMNS, BLOCK, STAGES, SPAN,
+                )  # fmt: skip
+        elif (ROWS > 16) & (end - first <= ROWS // 2):
             _down_tiles(
                 hidden_ptr, weight, y_ptr, first, end, column,
                 D, F, ROWS // 2 if ROWS > 16 else ROWS, COLUMNS, BLOCK, STAGES, SPAN,
@@ -195,6 +206,34 @@ def grouped_down_kernel(
                 hidden_ptr, weight, y_ptr, first, end, column,
                 D, F, ROWS, COLUMNS, BLOCK, STAGES, SPAN,
             )  # fmt: skip
+
+
+@triton.jit
+def _full_tiles(
+    hidden_box,
+    weight_box,
+    y_box,
+    first,
+    first_weight,
+    first_column,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Boxes end where their tensors do: beyond that, zeros are read and nothing is written."""
+    STEPS: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in tl.range(0, STEPS * SPAN, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        k, column = step % STEPS * BLOCK, first_column + step // STEPS * COLUMNS
+        hidden = hidden_box.load([first, k])
+        weight = weight_box.load([first_weight + column, k])
+        total = dot_fp32(hidden, weight.T, total)
+        if step % STEPS == STEPS - 1:
+            y_box.store([first, column], total.to(tl.bfloat16))
+            total = tl.zeros([ROWS, COLUMNS], tl.float32)
 
 
 @triton.jit

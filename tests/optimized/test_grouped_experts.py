@@ -7,7 +7,7 @@ import torch
 
 from optimized.change import shape_key
 from optimized.expert_sort import sort_pairs
-from optimized.grouped_experts import GroupedKnobs, grouped_experts, up_product
+from optimized.grouped_experts import GroupedKnobs, down_product, grouped_experts, up_product
 from optimized.routed_experts import CHANGE, MAX_PAIRS
 from tests.optimized.kernel_checks import (
     DEVICE,
@@ -72,6 +72,23 @@ def test_columns_that_are_no_power_of_two():
         experts_node = node(3, 72, inner)
         found, others = (up_product(experts_node, x, order, knobs) for knobs in (wide, SMALL))
         assert same_bits(found, others)
+
+
+@pytest.mark.parametrize(("width", "inner"), [(72, 40), (64, 24)], ids=str)
+def test_full_tiles_by_the_copy_engine(width, inner):
+    """The same bits, of full tiles and of what is left; nothing of the next expert's is written."""
+    experts = torch.arange(75, device=DEVICE).remainder(3).clamp_max(1)[:, None]
+    order = sort_pairs(experts, 3, 16)  # 25, 50 and no pairs
+    hidden, reference = bf16(75, inner), node(3, width, inner)
+    plain = replace(SMALL, row_tile=16)
+    bulk = replace(plain, down_bulk=True)
+    assert bulk.is_valid({"D": width, "F": inner})
+    assert not bulk.is_valid({"D": width, "F": inner + 1})
+    y = down_product(reference, hidden, order, bulk)
+    assert same_bits(y, down_product(reference, hidden, order, plain))
+    parts = zip(hidden.split((25, 50)), reference.down_proj[:2], strict=True)
+    expected = torch.cat([rows @ weight.T for rows, weight in parts])
+    assert distance(y, expected).count <= 0.01 * y.numel()
 
 
 def test_one_expert_has_all_pairs_and_others_none():
