@@ -4,6 +4,7 @@ from harness.records import Status
 from reports import text
 from reports.chart import levels, visible_baselines
 from reports.figures import Step, steps
+from reports.headline import workload
 from reports.run import Run
 from reports.svg import Canvas, text_width, ticks
 
@@ -41,11 +42,13 @@ def _panel(canvas: Canvas, run: Run, kind: str, path: list[Step], top: float) ->
     def y(us: float) -> float:
         return top + PANEL * (1 - us / scale / high)
 
-    path_words = text.path(level[0], level[-1])
+    end = getattr(run.after, kind).median_us if run.after else level[-1]  # as every headline has it
+    path_words = text.path(level[0], end)
     canvas.text(0, top - 30, kind.capitalize(), size=16, bold=True)
     canvas.text(WIDTH, top - 30, path_words, size=16, anchor="end", bold=True)
-    workload = run.header.workload.get(kind, "").removeprefix(f"{kind} ")
-    canvas.text(0, top - 13, workload, size=SMALL, colour="muted")
+    canvas.text(
+        0, top - 13, workload(run.header.workload.get(kind, "")), size=SMALL, colour="muted"
+    )
     for value in ticks(high):
         at = y(value * scale)
         canvas.line([(LEFT, at), (WIDTH - RIGHT, at)], "rule")

@@ -14,6 +14,7 @@ from tests.layout import ROOT
 from tests.reports import browser
 from tests.reports.test_pictures import EVIDENCE
 
+CPU = ROOT / "reports" / "results" / "cpu" / "beam-mini-decode-bs1"
 BAD = (
     "<!doctype html><p style='width:900px'>wide</p><script>console.error('planted')</script>"
     "<svg viewBox='0 0 400 40' width=400><text y=20 font-size=6>under</text>"
@@ -29,17 +30,21 @@ def evidence_page() -> str:
 def test_a_phone_and_a_desk_show_every_chart_and_nothing_too_wide(
     evidence_page: str, tmp_path: Path
 ) -> None:
-    shown = browser.show([(evidence_page, 390), (evidence_page, 1440), (BAD, 390)], tmp_path)
-    for frame, width in zip(shown.frames[:2], (390, 1440), strict=True):
+    toy = page(Run.load(CPU))  # has drift, too, but no floors
+    both = [(html, width) for html in (evidence_page, toy) for width in (390, 1440)]
+    shown = browser.show([*both, (BAD, 390)], tmp_path)
+    for frame, (html, width) in zip(shown.frames, both, strict=False):
         assert (frame["width"], frame["scroll_width"]) == (width, width)
         assert frame["wide"] == [] and frame["requests"] == []
         assert frame["covered"] == 0  # no name of a change lies under what folds out below it
-        assert len(frame["charts"]) == 8  # two headlines, two steps, parts, layer, fit, ULPs
+        # Two headlines, two steps, parts, layer, fit, ULPs, and drift where the ledger has it.
+        assert len(frame["charts"]) == (9 if html is toy else 8)
         assert all(w > 300 and h > 10 and marks > 1 for w, h, marks in frame["charts"])
         assert frame["smallest"] > 8.5 and frame["overlapping"] == []  # px; texts of pictures
     # The same look finds what is planted in a page beside them.
-    assert shown.frames[2]["wide"] == ["P"] and shown.frames[2]["scroll_width"] > 390
-    assert shown.frames[2]["smallest"] == 6 and shown.frames[2]["overlapping"] == ["over"]
+    bad = shown.frames[-1]
+    assert bad["wide"] == ["P"] and bad["scroll_width"] > 390
+    assert bad["smallest"] == 6 and bad["overlapping"] == ["over"]
     assert len(shown.console) == 1 and "planted" in shown.console[0]
 
 

@@ -46,9 +46,10 @@ def test_the_latency_picture_names_every_change_and_both_ends(evidence: Run) -> 
     assert [s.name for s in steps(evidence, "decode")] == [
         w for w in words if w in {s.name for s in steps(evidence, "decode")}
     ]
-    assert {"Decode", "20.90 → 6.10 ms", "Prefill", "1.190 → 0.656 s"} <= set(words)
+    assert {"Decode", "20.90 → 6.11 ms", "Prefill", "1.190 → 0.655 s"} <= set(words)
     assert {"20.9", "6.10", "1,190", "656"} <= set(words)
     assert words.count("compile") == 2
+    assert "1 sequence, one token, at a context of 100,000" in words
 
 
 def test_the_latency_picture_is_stepped_to_scale(evidence: Run) -> None:
