@@ -9,10 +9,12 @@ experts, D hidden, F feed-forward width. All rounding points are kept; none is a
 
 The rows of x are read where they are, through the sorted pairs' tokens. Gate and up rows of the
 weight alternate in a tile, so that both values of an output are neighbours in one thread and SwiGLU
-needs no exchange. The second product's sums are short: storing a tile by its threads would take
-half as long as making it, so NVIDIA's copy engine stores full ones, while the next is made. 6 P D F operations: 1.29 TFLOP for 16384 tokens of a TP8 rank of Beam (K = 8, D =
-5120, F = 320), 1.6 ms at an H200's 793 TFLOP/s (2026-11-29). Tiles are of one expert, so its last
-one is partly empty; the half-empty ones are computed by halves.
+needs no exchange. The second product's sums are short, and storing a tile by its threads would take
+about half as long as making it: NVIDIA's copy engine stores full ones, while the next is made.
+
+6 P D F operations: 1.29 TFLOP for 16384 tokens of a TP8 rank of Beam (K = 8, D = 5120, F = 320),
+1.6 ms at an H200's 793 TFLOP/s (2026-11-29). Tiles are of one expert, so its last one is partly
+empty; the half-empty ones are computed by halves.
 """
 
 from collections.abc import Mapping, Sequence
