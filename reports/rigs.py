@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,14 +154,18 @@ def in_turns(
     base: Path, current: Path, order: dict[str, Any], *, rounds: int, seconds: float
 ) -> Times:
     """Time both trees' steps, `seconds` for each kind and round; each round has new processes, for
-    two builds of one program can differ for good by where their code and data happen to lie."""
+    two builds of one program can differ for good by where their code and data happen to lie. Each
+    round says on stderr that it is done, and how long the others will take."""
+    begun = time.monotonic()
     times = Times(pairs={k: [] for k in KINDS}, twins={k: [] for k in KINDS})
-    for _ in range(rounds):
+    for done in range(1, rounds + 1):
         with started([base, base, current], [order] * 3) as (one, twin, other):
             for kind in KINDS:
                 pairs, twins = _round(kind, one, twin, other, seconds)
                 times.pairs[kind].append(pairs)
                 times.twins[kind].append(twins)
+        left_s = (time.monotonic() - begun) / done * (rounds - done)
+        print(f"round {done} of {rounds}; about {left_s:.0f} s left", file=sys.stderr, flush=True)
     return times
 
 

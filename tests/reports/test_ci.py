@@ -172,12 +172,15 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_commit_is_built_beside_the_tree_and_both_are_found(cpu_run: Path, clone: Path) -> None:
+def test_a_commit_is_built_beside_the_tree_and_both_are_found(
+    cpu_run: Path, clone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ledger = cpu_run / Ledger.NAME
     text = ledger.read_text().replace('"model": "beam"', f'"model": "{TOY}"', 1)
     ledger.write_text(text.replace('"preset": "mini"', '"preset": "toy"', 1))
     run = Run.load(cpu_run)
     found, pairs, here = ci.in_turns("HEAD", run, rounds=1, seconds=0.05, root=clone)
+    assert capsys.readouterr().err == "round 1 of 1; about 0 s left\n"
     outcomes = {finding.name: finding for finding in found}
     assert outcomes["bits"].outcome is Outcome.CHANGED
     assert "first in result, ragged prefill: blocks.0.norm" in outcomes["bits"].words
