@@ -121,6 +121,7 @@ def holder() -> Iterator[None]:
         process.wait()
 
 
+pytestmark = pytest.mark.timeout(900)
 GIVES_UP = calls("give_up", reason="nothing is left")
 TEXTS = ".jsonl", ".json", ".md", ".html", ".py"
 
