@@ -98,8 +98,11 @@ def outcome(run: Run) -> str | None:
     if run.after is None:
         return None
     tried, kept = run.changes(), run.changes(Status.KEPT)
+    if not kept:
+        none = f"None of the {text.count(len(tried), 'change')} tried was kept"
+        return f"{none}: the model is as it was."
     said = f"{len(kept)} of the {text.count(len(tried), 'change')} tried were kept"
-    each = ": each is numerically right by itself and measurably faster" if kept else ""
+    each = "each is numerically right by itself and measurably faster"
     closing = run.closing_verdict
     if closing is None:
         judged = "the result as a whole is not judged yet"
@@ -107,7 +110,7 @@ def outcome(run: Run) -> str | None:
         judged = "every layer of the result together passed the numerical check"
     else:
         judged = "the result as a whole failed the numerical check"
-    return f"{said}{each}; {judged}."
+    return f"{said}: {each}; {judged}."
 
 
 def bar(line: Headline) -> str | None:

@@ -206,8 +206,6 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if (closing := run.closing_verdict) is not None:
         said = "passed" if closing.passed else f"failed: {closing.reason}"
         rows.append(("Every layer of the result judged", f"{said}; {closing.cases} cases"))
-        if closing.drift is None:  # else it has a table
-            rows += [("Finding", note) for note in closing.notes if "free-running" in note]
     if run.final is not None:
         for name, timing in run.final.other_targets.items():
             measured = isinstance(timing, Timing)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.records import Timing
+from harness.records import Status, Timing
 from reports.__main__ import main
 from reports.chart import _side
 from reports.figures import Step, broken_points, verdicts
@@ -59,6 +59,21 @@ def test_the_outcome_is_said_in_a_sentence(report: Report, cpu_run: Path) -> Non
     evidence = " ".join(report(Run.load(EVIDENCE)).split())
     assert "10 of the 11 changes tried were kept" in evidence
     assert "every layer of the result together passed the numerical check." in evidence
+
+
+@BOTH
+def test_a_run_that_kept_nothing_says_so(report: Report, cpu_run: Path) -> None:
+    run = Run.load(cpu_run)
+    refused = [replace(a, status=Status.REJECTED) for a in run.attempts]
+    said = " ".join(report(replace(run, attempts=refused)).split())
+    assert "None of the 5 changes tried was kept: the model is as it was." in said
+
+
+@BOTH
+def test_a_ledger_without_drift_by_layer_says_so(report: Report, cpu_run: Path) -> None:
+    words = " ".join(report(Run.load(EVIDENCE)).split())
+    assert "Drift of the result This ledger has none by layer. Free-running prefill:" in words
+    assert "Drift of the result" not in report(replace(Run.load(cpu_run), closing_verdict=None))
 
 
 def test_a_step_is_described_in_words() -> None:
