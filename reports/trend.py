@@ -37,8 +37,10 @@ def entry(
     here = current.environment
     times = {}
     for kind in KINDS:
+        taken = pairs.get(kind) or (current.pairs and getattr(current.pairs, kind))
         timing = getattr(current, kind)
-        us = pairs[kind].candidate_us if kind in pairs else timing.median_us if timing else None
+        # What the finding is of, where there are pairs.
+        us = taken.candidate_us if taken else timing.median_us if timing else None
         times[f"{kind}_us"] = us
     return {
         "time_s": round(time.time(), 3),
@@ -52,7 +54,9 @@ def entry(
 def load(file: Path) -> list[dict[str, Any]]:
     try:
         lines = [json.loads(line) for line in file.read_text().splitlines()]
-        if not all({"findings", "decode_us", "prefill_us"} <= set(line) for line in lines):
+        if not all(
+            {"time_s", "findings", "decode_us", "prefill_us"} <= set(line) for line in lines
+        ):
             raise ValueError("a line lacks its figures")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{file} is no history ({error}); name another file") from error
@@ -67,7 +71,14 @@ def chart(lines: Sequence[Mapping[str, Any]]) -> str | None:
         at = [(i, line) for i, line in enumerate(lines) if line[f"{kind}_us"] is not None]
         if at:
             top = _panel(canvas, kind, at, len(lines), top + HEAD) + GAP
-    return canvas.svg(top - GAP + 20) if top else None
+    if not top:
+        return None
+    first, last = (text.date(line["time_s"]).partition(" ")[0] for line in (lines[0], lines[-1]))
+    canvas.text(LEFT, top - GAP + 18, first, size=SMALL, colour="muted")
+    canvas.text(WIDTH, top - GAP + 18, last, size=SMALL, colour="muted", anchor="end")
+    canvas.dot(LEFT + 3, top - GAP + 36, "failed", radius=2.5)
+    canvas.text(LEFT + 12, top - GAP + 40, "slower than its baseline", size=SMALL, colour="muted")
+    return canvas.svg(top - GAP + 46)
 
 
 def _panel(

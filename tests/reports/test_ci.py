@@ -90,7 +90,8 @@ def test_a_regression_is_exit_1_and_a_failed_case(
     lines = trend.load(history)
     assert [line["findings"].get("latency, decode") for line in lines] == [None, "slower"]
     svg = history.with_suffix(".svg").read_text()
-    assert svg.count("<circle") == 4 and svg.count('fill="var(--failed)"') == 1
+    assert svg.count("<circle") == 5 and svg.count('fill="var(--failed)"') == 2  # one in the key
+    assert [line["decode_us"] for line in lines] == [760.0, 800.0]  # the times that were judged
     assert main([*words, "--update-baseline"]) == 0  # accepted on purpose
     assert main(words) == 0
 
