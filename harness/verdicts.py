@@ -138,7 +138,8 @@ def distance_limit(tally: Tally, case: str, elements: int) -> float:
     draws = sum(n.draws for n in group)
     if not draws:
         return 1.0
-    seen = max(n.worst for n in group) * bounds.extreme_factor(elements, draws)
+    # Few flips make a distance, each rare: its tail falls as an exponential's, not as a normal's.
+    seen = max(n.worst for n in group) * bounds.extreme_factor(elements, draws) ** 2
     return 1.0 + max(seen, 2 * tally.self_noise.elided)
 
 

@@ -84,6 +84,15 @@ def test_a_flipped_interior_rounding_may_be_magnified() -> None:
     assert math.isclose(distance_limit(tally, "case", 1000), 1.0 + 2 * 0.7, rel_tol=1e-5)
 
 
+def test_the_largest_distance_is_taken_on_as_an_exponentials() -> None:
+    """1.2 ULPs the most of a million draws: 2.5 in a layer's ten thousand elements are noise."""
+    noise = CaseNoise(10_000, [100] * 100, worst=1.2)
+    tally = Tally("out[0]", "reduction", SelfNoise({"case": noise}))
+    expected = 1 + 1.2 * math.log(10_000 / FALSE_ALARM) / math.log(10**6)
+    assert math.isclose(distance_limit(tally, "case", 10_000), expected)
+    assert 2.5 < expected < 3
+
+
 @pytest.mark.slow
 def test_roundings_before_a_factor_are_magnified_in_a_models_region() -> None:
     """Queries of Muse Spark are multiplied by 5.5 after a rounding, keys are not."""
