@@ -21,9 +21,9 @@ SECRETS = {
     "GITHUB_PAT": "w2",
     "DATABASE_URL": "postgresql://me:w3@host/db",
     "SIGNED_WITH": "-----BEGIN PRIVATE KEY-----w4",
-    "https_proxy": "http://me:w5@proxy:3128",
+    "all_proxy": "socks5://me:w5@proxy:3128",
 }
-HARMLESS = {"PATH": "/usr/bin:/bin", "MIRROR": "https://host:8080/w6", "OLDPWD": "/", "PWD": "/"}
+HARMLESS = {"PATH": "/usr/bin:/bin", "MIRROR": "https://localhost:8080/w6", "OLDPWD": "/", "PWD": "/"}
 
 
 def test_variables_that_look_like_secrets_by_name_or_value_are_taken() -> None:
