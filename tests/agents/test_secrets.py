@@ -23,7 +23,12 @@ SECRETS = {
     "SIGNED_WITH": "-----BEGIN PRIVATE KEY-----w4",
     "all_proxy": "socks5://me:w5@proxy:3128",
 }
-HARMLESS = {"PATH": "/usr/bin:/bin", "MIRROR": "https://localhost:8080/w6", "OLDPWD": "/", "PWD": "/"}
+HARMLESS = {
+    "PATH": "/usr/bin:/bin",
+    "MIRROR": "https://localhost:8080/w6",
+    "OLDPWD": "/",
+    "PWD": "/",
+}
 
 
 def test_variables_that_look_like_secrets_by_name_or_value_are_taken() -> None:
