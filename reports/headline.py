@@ -113,17 +113,17 @@ def outcome(run: Run) -> str | None:
     return f"{said}: {each}; {judged}."
 
 
-def bar(line: Headline) -> str | None:
+def bar(line: Headline, *, unchanged: bool = False) -> str | None:
     """Before, after and the floor to one scale, as an <svg> element; None with nothing to set
-    against each other."""
+    against each other. Of an unchanged model there is one time."""
     if line.start is None or (line.end is None and line.floor_us is None):
         return None
-    end = line.end or line.start
+    end = (not unchanged and line.end) or line.start
     scale = WIDTH / max(line.start.median_us, end.median_us)
     canvas = Canvas(WIDTH, f"{line.kind}: before, after and the floor")
     canvas.box(0, 0, line.start.median_us * scale, BAR, "faint")
     faster = end.median_us < line.start.median_us
-    if line.end is not None:
+    if line.end is not None and not unchanged:
         canvas.box(0, 0, end.median_us * scale, BAR, "kept" if faster else "rejected")
     if line.floor_us is None:
         return canvas.svg(BAR, standalone=False)

@@ -42,7 +42,8 @@ def _panel(canvas: Canvas, run: Run, kind: str, path: list[Step], top: float) ->
     def y(us: float) -> float:
         return top + PANEL * (1 - us / scale / high)
 
-    end = getattr(run.after, kind).median_us if run.after else level[-1]  # as every headline has it
+    changed = run.after if not run.unchanged else None
+    end = getattr(changed, kind).median_us if changed else level[-1]  # as every headline has it
     path_words = text.path(level[0], end)
     canvas.text(0, top - 30, kind.capitalize(), size=16, bold=True)
     canvas.text(WIDTH, top - 30, path_words, size=16, anchor="end", bold=True)

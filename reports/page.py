@@ -22,7 +22,10 @@ def page(run: Run, folder: Path | None = None) -> str:
         shown,
         charts=charts,
         drift_chart=drift.chart(run.closing_verdict),
-        bars={kind: headline.bar(line) for kind, line in shown["headlines"].items()},
+        bars={
+            kind: headline.bar(line, unchanged=run.unchanged)
+            for kind, line in shown["headlines"].items()
+        },
         ulp_picture=numerics.histograms(run),
         ulp_counts=numerics.counts,
         ulp_bins=" / ".join(numerics.BINS),

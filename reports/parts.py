@@ -5,6 +5,8 @@ from typing import Any
 
 from harness.records import Audit, KernelRow, Latency, StepBudget, Timing
 
+KINDS = ("decode", "prefill")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Header:

@@ -52,7 +52,12 @@ def test_the_top_level_is_what_the_design_says(name: str) -> None:
 
 def test_packages_load_nothing_when_imported() -> None:
     starts = {relative(p): p.read_text() for p in sources(*PACKAGES) if p.name == "__init__.py"}
-    assert {p for p, text in starts.items() if ast.parse(text).body[1:]} == set()
+    loads = {
+        path
+        for path, text in starts.items()
+        if any(not isinstance(node, ast.FunctionDef) for node in ast.parse(text).body[1:])
+    }
+    assert loads == set()
 
 
 def test_files_stay_small() -> None:

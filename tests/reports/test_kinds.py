@@ -81,7 +81,7 @@ def test_a_run_that_kept_nothing_does_not_speak_of_changes(cpu_run: Path) -> Non
     run = Run.load(cpu_run)
     run.attempts = [a for a in run.attempts if a.name == "inductor:router"]
     text = markdown(run)
-    assert "again at the end, nothing kept" in text and "with the kept changes" not in text
+    assert "nothing kept, 760.0 µs at the end" in text and "with the kept changes" not in text
 
 
 def test_a_target_of_no_kind_is_damage(cpu_run: Path) -> None:

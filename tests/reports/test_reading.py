@@ -67,6 +67,8 @@ def test_a_run_that_kept_nothing_says_so(report: Report, cpu_run: Path) -> None:
     refused = [replace(a, status=Status.REJECTED) for a in run.attempts]
     said = " ".join(report(replace(run, attempts=refused)).split())
     assert "None of the 5 changes tried was kept: the model is as it was." in said
+    assert "nothing kept, 760.0 µs at the end" in said.replace("\u00a0", " ")
+    assert "1.000 → 0.760 ms" not in said.replace("\u00a0", " ")
 
 
 @BOTH
