@@ -209,6 +209,12 @@ def broken_points(verdict: Verdict) -> list[PointReport]:
     return [p for p in verdict.points if p.observed not in (p.declared, NOT_VISIBLE)]
 
 
+def reason(run: Run, attempt: Attempt) -> str:
+    """Why it was kept; an older ledger's "nothing" was the one step that is not the target's."""
+    other = run.kinds[1]
+    return attempt.reason.replace("; nothing got slower", f"; {other} got no slower")
+
+
 def describe_point(point: PointReport) -> str:
     return (
         f"rounding point {point.point} ({point.operator}, {point.source}): declared "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.certificate import ROOT, Certificate, imported
-from harness.records import Attempt, Paired, PointReport, Timing
+from harness.records import Paired, PointReport, Timing
 from reports import drift, figures, spending, text
 from reports.other_targets import Row
 from reports.pr_bundle import Bundle, Kept, bundles, proposal_of, write_bundle
@@ -31,7 +31,7 @@ def page(run: Run, bundle: Bundle) -> str:
         proposal=proposal_of(run, kept.attempt),
         hypothesis=run.hypothesis(kept.attempt),
         kinds=KINDS,
-        reason=reason(run, kept.attempt),
+        reason=figures.reason(run, kept.attempt),
         rows=step_rows(run, kept.attempt.latency),
         others=run.others.rows(kept.attempt.index),
         slower=slower,
@@ -50,12 +50,6 @@ def page(run: Run, bundle: Bundle) -> str:
         commit=kept.environment.git_commit,
         spent=spending.of_attempt(run, kept.attempt),
     )
-
-
-def reason(run: Run, attempt: Attempt) -> str:
-    """Why it was kept; an older ledger's "nothing" was the one step that is not the target's."""
-    other = run.kinds[1]
-    return attempt.reason.replace("; nothing got slower", f"; {other} got no slower")
 
 
 def slower(row: Row) -> str:

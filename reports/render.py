@@ -124,6 +124,7 @@ def context(run: Run) -> dict[str, Any]:
         "time_us": figures.time_us,
         "verdicts": figures.verdicts,
         "broken_points": figures.broken_points,
+        "reason": lambda attempt: figures.reason(run, attempt),
         "describe_point": figures.describe_point,
         "describe_verdict": figures.describe_verdict,
         "describe_audit": figures.describe_audit,

@@ -35,3 +35,14 @@ def test_every_kept_change_has_its_other_targets(told: Path, report) -> None:  #
         "not measured: its KV cache needs 11.7 GiB",
     )
     assert words.count(REST) == 3
+
+
+@pytest.mark.parametrize("report", [html_text, markdown], ids=["html", "markdown"])
+def test_nothing_is_said_to_be_no_slower_that_was_not_asked(told: Path, report) -> None:  # noqa: F811
+    ledger = told / "ledger.jsonl"
+    text = ledger.read_text()
+    assert "faster by 150.0 us, beyond 12.5 us" in text
+    older = "faster by 150.0 us, beyond 12.5 us; nothing got slower"
+    ledger.write_text(text.replace("faster by 150.0 us, beyond 12.5 us", older))
+    words = report(Run.load(told))
+    assert "beyond 12.5 us; prefill got no slower" in words and "nothing got slower" not in words
