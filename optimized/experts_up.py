@@ -1,5 +1,5 @@
 """Gate and up projections of the chosen experts with SwiGLU, for few pairs; used by
-`routed_experts`, whose docstring has the equations.
+`routed_experts`, whose docstring has the equations, and `normed_experts`.
 
 P pairs of a token and an expert, D hidden, F feed-forward width. A tile is `ROWS` rows of a pair's
 gate and of its up matrix. With a program for every tile each starts and ends with nothing in
@@ -7,10 +7,15 @@ flight. In a loop over all pieces of several tiles the weights of the next tile 
 while one is summed up. Both add in the same order and give the same bits.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from optimized.triton_support import let_next_start, previous_is_done, silu_fp32
+from optimized.triton_support import launch, let_next_start, previous_is_done, silu_fp32
 
 
 @triton.jit
@@ -37,11 +42,15 @@ def _multiply(
 
 
 @triton.jit
-def _activated(gates, ups):
-    """R(silu(gate) up) of the sums [ROWS, BLOCK], each rounded first; [ROWS] BF16."""
+def _activated(gates, ups, ROUNDED: tl.constexpr):
+    """R(silu(gate) up) of the sums [ROWS, BLOCK], each rounded first; [ROWS] BF16. `ROUNDED` rounds
+    silu(gate), too."""
     gate, up = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
     gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
-    return (silu_fp32(gate) * up).to(tl.bfloat16)
+    opened = silu_fp32(gate)
+    if ROUNDED:
+        opened = opened.to(tl.bfloat16).to(tl.float32)
+    return (opened * up).to(tl.bfloat16)
 
 
 @triton.jit
@@ -58,6 +67,7 @@ def experts_up_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    ROUNDED: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
 ):
     """A tile a program; `STAGES` of a pipelined loop over D, or 0 for an unrolled one."""
     previous_is_done(PDL)
@@ -76,7 +86,7 @@ def experts_up_kernel(
     else:
         for first in tl.range(0, D, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
-    tl.store(hidden_ptr + pair * F + row, _activated(gates, ups), mask=row < F)
+    tl.store(hidden_ptr + pair * F + row, _activated(gates, ups, ROUNDED), mask=row < F)
 
 
 @triton.jit
@@ -94,6 +104,7 @@ def experts_up_loop_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    ROUNDED: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
 ):
     """Every tile that is this program's number plus a multiple of the number of programs."""
     previous_is_done(PDL)
@@ -113,6 +124,30 @@ def experts_up_loop_kernel(
         first = piece * BLOCK
         gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
         if piece == PIECES - 1:
-            tl.store(hidden_ptr + pair * F + row, _activated(gates, ups), mask=row < F)
+            tl.store(hidden_ptr + pair * F + row, _activated(gates, ups, ROUNDED), mask=row < F)
             gates = tl.zeros([ROWS, BLOCK], tl.float32)
             ups = tl.zeros([ROWS, BLOCK], tl.float32)
+
+
+def experts_up(
+    x: Tensor, experts: Tensor, weight: Tensor, knobs: Mapping[str, int], *, rounded: bool
+) -> Tensor:
+    """x [N, D] BF16 with contiguous rows, experts [N, K] int64, weight [E, 2 F, D] -> [P, F] BF16.
+
+    `knobs` are the `rows` of a tile, the `block` of D at a time, `stages`, `warps`, and how many
+    `programs` loop over the tiles, or 0; with `rounded` silu(gate) is rounded, too."""
+    inner, width = weight.shape[1] // 2, weight.shape[2]
+    pairs, top_k = experts.numel(), experts.shape[1]
+    hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
+    if pairs == 0:
+        return hidden
+    tiles, programs = triton.cdiv(inner, knobs["rows"]), knobs["programs"]
+    blocks: dict[str, Any] = {"TOP_K": top_k, "D": width, "F": inner, "ROWS": knobs["rows"]}
+    blocks |= {"BLOCK": knobs["block"], "STAGES": knobs["stages"], "ROUNDED": rounded}
+    given = x, experts, weight, hidden, x.stride(0)
+    if programs:
+        grid, given = (min(programs, pairs * tiles),), (*given, pairs)
+        launch(experts_up_loop_kernel, grid, *given, num_warps=knobs["warps"], **blocks)
+    else:
+        launch(experts_up_kernel, (pairs, tiles), *given, num_warps=knobs["warps"], **blocks)
+    return hidden

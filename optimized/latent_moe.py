@@ -3,7 +3,7 @@
     logits   = float(x) W_router^T                     FP32 throughout, no TF32
     y        = R(x W_pool^T), summed over ranks        one kernel with the logits
     experts, weights of the logits; z = R(y / rms(y) * R(1 + w))       one kernel
-    e        = the experts of z, normed and summed     `pair_products`, `norm_combine`
+    e        = the experts of z, normed and summed     `experts_up`, `pair_products`, `norm_combine`
     out      = R(e W_unpool^T)                         the node's own module
 
 R rounds to BF16. N tokens, W the model's width, of which a rank pools a part; E experts of width D,
@@ -26,6 +26,7 @@ from torch import Tensor
 from optimized import gemv
 from optimized.change import Change, Contract, Implementation, KnobValue, shape_key
 from optimized.expert_knobs import MAX_PAIRS
+from optimized.experts_up import experts_up
 from optimized.latent_kernels import choose_norm_kernel, route_pool_kernel
 from optimized.norm_combine import MAX_WIDTH, NormCombineKnobs, norm_combine
 from optimized.pair_products import PairKnobs, pair_product
@@ -132,8 +133,8 @@ def leave(node: Any, logits: Tensor, pooled: Tensor, knobs: LatentKnobs) -> Tens
     """logits [N, E] FP32, pooled [N, D] BF16, of this rank's part -> [N, W] BF16."""
     weights, experts, z = choose_and_norm(node, logits, node.pool.rank_sum(pooled))
     inner = node.experts
-    hidden = pair_product(z, experts, inner.gate_up_proj, True, knobs.of("up"))
-    y = pair_product(hidden, experts, inner.down_proj, False, knobs.of("down"))
+    hidden = experts_up(z, experts, inner.gate_up_proj, knobs.of("up"), rounded=True)
+    y = pair_product(hidden, experts, inner.down_proj, knobs.of("down"))
     norm, scale = inner.post_expert_norm, inner.combine.scale
     summed = NormCombineKnobs(**knobs.of("sum"))
     y = inner.rank_sum(y)

@@ -10,10 +10,10 @@ R rounds to BF16; sums are FP32. N tokens, K experts a token, P = N K pairs, E e
 inner width. All rounding points are kept; none is added.
 
 A norm needs its expert's whole output, so three kernels: few pairs read their experts' weights in
-place (`pair_products`), the second product's before the first is done; many are sorted by expert
-for grouped matrix products (`grouped_experts`). Norms and sum are one kernel (`norm_combine`).
-Weights are nearly all the traffic of a few pairs, 3 F D BF16 values each: 101 MB for the 8 pairs of
-a token at D = 4096, F = 512, 23 us at an H200's 4.33 TB/s (2026-11-29).
+place (`experts_up`, `pair_products`), the second product's before the first is done; many are
+sorted by expert for grouped matrix products (`grouped_experts`). Norms and sum are one kernel
+(`norm_combine`). Weights are nearly all the traffic of a few pairs, 3 F D BF16 values each: 101 MB
+for the 8 pairs of a token at D = 4096, F = 512, 23 us at an H200's 4.33 TB/s (2026-11-29).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ from torch import Tensor
 from optimized import routed_experts
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.expert_knobs import MAX_PAIRS
+from optimized.experts_up import experts_up
 from optimized.grouped_experts import GroupedKnobs, grouped_experts
 from optimized.norm_combine import MAX_WIDTH, NormCombineKnobs, norm_combine
 from optimized.pair_products import PairKnobs, pair_product
@@ -66,8 +67,8 @@ def build(node: Any, knobs: PairKnobs | GroupedKnobs | None):
         else:
             few = knobs if isinstance(knobs, PairKnobs) else None
             chosen = few or PairKnobs.heuristic(shape(node, z, weights, experts))
-            hidden = pair_product(z, experts, node.gate_up_proj, True, chosen.of("up"))
-            y = pair_product(hidden, experts, node.down_proj, False, chosen.of("down"))
+            hidden = experts_up(z, experts, node.gate_up_proj, chosen.of("up"), rounded=True)
+            y = pair_product(hidden, experts, node.down_proj, chosen.of("down"))
             summed = NormCombineKnobs(**chosen.of("sum"))
         y = node.rank_sum(y)
         norm, scale = node.post_expert_norm, node.combine.scale

@@ -1,11 +1,11 @@
 """Products of a few token-expert pairs with their experts' weights, read in place.
 
-    y_p = R(W_e x_p), or of gate and up rows R(R(silu(R(W_gate x_p))) * R(W_up x_p))
+    y_p = R(W_e x_p)
 
-R rounds to BF16; sums are FP32. P pairs of N tokens and K experts a token, D inputs and O outputs
-of an expert. All rounding points are kept; none is added. Moves the chosen experts' weights once a
-pair: with O = 512 gated outputs of 4096 inputs and 8 pairs 67 MB, 15.5 us at an H200's 4.33 TB/s
-(2026-11-29).
+R rounds to BF16; sums are FP32. P pairs, D inputs and O outputs of an expert. All rounding points
+are kept; none is added. Moves the chosen experts' weights once a pair: with O = 4096 outputs of 512
+inputs and 8 pairs 34 MB, 7.7 us at an H200's 4.33 TB/s (2026-11-29). Gate and up projections are
+`experts_up`'s.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.change import KnobValue
+from optimized.experts_up import experts_up_kernel, experts_up_loop_kernel
 from optimized.norm_combine import NormCombineKnobs
 from optimized.triton_support import (
     OfflineCase,
     launch,
     let_next_start,
     previous_is_done,
-    silu_fp32,
 )
 
 MAX_TILE = 8192  # partial sums a program holds, of each matrix
+MAX_UNROLL = 20  # steps of the unrolled loop
 MAX_HELD = 160  # weights that a thread holds, in half as many registers
 MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
 
@@ -35,8 +36,8 @@ MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
 @dataclass(frozen=True, kw_only=True)
 class PairKnobs:
     """Per product: `rows` of outputs a program, the `block` of the sum at a time, `stages` of the
-    pipelined loop, `warps`. The second, ungated one holds all of its weights before the first is
-    done where it has 0 stages. The third kernel's are those of `NormCombineKnobs`."""
+    pipelined loop, `warps`. The first's are `experts_up`'s; the second holds all of its weights
+    before the first is done where it has 0 stages. The third kernel's are `NormCombineKnobs`'."""
 
     up_rows: int
     up_block: int
@@ -48,6 +49,7 @@ class PairKnobs:
     down_warps: int
     sum_columns: int
     sum_warps: int
+    up_programs: int = 0
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "PairKnobs":
@@ -73,8 +75,9 @@ class PairKnobs:
         return {
             "up_rows": (1, 2, 4, 8),
             "up_block": (256, 512, 1024, 2048),
-            "up_stages": (2, 3, 4, 6),
+            "up_stages": (0, 2, 3, 4, 6),
             "up_warps": (2, 4, 8),
+            "up_programs": (0, 264, 396, 528, 660),
             "down_rows": (2, 4, 8, 16),
             "down_block": (64, 128, 256, 512),
             "down_stages": (0, 2, 3, 4),
@@ -89,7 +92,8 @@ class PairKnobs:
             (1, self.down_rows, self.down_block, self.down_stages, shape["F"]),
         )
         return (
-            self.up_stages > 0
+            (self.up_programs == 0 or (self.up_programs > 0 and self.up_stages > 0))
+            and (self.up_stages > 0 or triton.cdiv(shape["D"], self.up_block) <= MAX_UNROLL)
             and NormCombineKnobs(**self.of("sum")).is_valid(shape)
             and (self.down_stages > 0 or held <= MAX_HELD * 32 * self.down_warps)
             and all(
@@ -126,29 +130,24 @@ def pair_product_kernel(
     experts_ptr,
     weight_ptr,
     out_ptr,
-    x_stride,
-    SHARE: tl.constexpr,
     D: tl.constexpr,
     O: tl.constexpr,  # noqa: E741
-    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`SHARE` pairs have a row of x in common. Without `STAGES` the choice of experts has to be
-    done before the previous kernel lets this one start, and the weights are held by then."""
+    """Without `STAGES` the choice of experts has to be done before the previous kernel lets this
+    one start, and the weights are held by then."""
     if STAGES > 0:
         previous_is_done(PDL)
     let_next_start(PDL)  # after the wait: the next kernel may read what this one has waited for
     pair = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rows = (row < O)[:, None]
-    MATRICES: tl.constexpr = 2 if GATED else 1
-    rows_ptr = weight_ptr + tl.load(experts_ptr + pair) * (MATRICES * O * D) + row[:, None] * D
-    x_row = x_ptr + pair // SHARE * x_stride
+    rows_ptr = weight_ptr + tl.load(experts_ptr + pair) * (O * D) + row[:, None] * D
+    x_row = x_ptr + pair * D
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    ups = tl.zeros([ROWS, BLOCK], tl.float32)
     if STAGES == 0:
         held = ()
         for first in tl.static_range(0, D, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
@@ -161,24 +160,13 @@ def pair_product_kernel(
         for first in tl.range(0, D, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             x = _inputs(x_row, first, D, ROWS, BLOCK)
             sums = tl.fma(_piece(rows_ptr, first, in_rows, D, BLOCK).to(tl.float32), x, sums)
-            if GATED:
-                up = _piece(rows_ptr + O * D, first, in_rows, D, BLOCK)
-                ups = tl.fma(up.to(tl.float32), x, ups)
-    y = tl.sum(sums, axis=1).to(tl.bfloat16)
-    if GATED:
-        up = tl.sum(ups, axis=1).to(tl.bfloat16).to(tl.float32)
-        opened = silu_fp32(y.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-        y = (opened * up).to(tl.bfloat16)
-    tl.store(out_ptr + pair * O + row, y, mask=row < O)
+    tl.store(out_ptr + pair * O + row, tl.sum(sums, axis=1).to(tl.bfloat16), mask=row < O)
 
 
-def pair_product(
-    x: Tensor, experts: Tensor, weight: Tensor, gated: bool, knobs: Mapping[str, int]
-) -> Tensor:
-    """x [N, D] or [P, D] BF16 with contiguous rows, experts [N, K] int64, weight [E, O, D], or
-    [E, 2 O, D] if `gated` -> [P, O] BF16; `knobs` are those of one product of `PairKnobs`."""
+def pair_product(x: Tensor, experts: Tensor, weight: Tensor, knobs: Mapping[str, int]) -> Tensor:
+    """x [P, D] BF16, contiguous, experts [N, K] int64, weight [E, O, D] -> [P, O] BF16; `knobs` are
+    those of the second product of `PairKnobs`."""
     _, outputs, width = weight.shape
-    outputs = outputs // 2 if gated else outputs
     out = torch.empty((experts.numel(), outputs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -189,11 +177,8 @@ def pair_product(
         experts,
         weight,
         out,
-        x.stride(0),
-        SHARE=experts.numel() // len(x),
         D=width,
         O=outputs,
-        GATED=gated,
         ROWS=knobs["rows"],
         BLOCK=knobs["block"],
         STAGES=knobs["stages"],
@@ -203,18 +188,24 @@ def pair_product(
 
 
 def offline_cases() -> list[OfflineCase]:
-    """Eight pairs of experts 4096 wide, whole and one of eight tensor-parallel ranks' parts."""
-    kinds: dict[str, str] = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
-    kinds |= {"experts_ptr": "*i64", "x_stride": "i32:16"}
+    """Eight pairs of experts 4096 wide, whole and one of eight tensor-parallel ranks' parts: both
+    ways of the first product, and the second."""
+    kinds = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "hidden_ptr"), "*bf16")
+    kinds |= {"experts_ptr": "*i64", "x_stride": "i32:16", "pairs": "i32"}
     cases = []
     for inner in (512, 4096):
         knobs = PairKnobs.heuristic({"P": 8, "K": 8, "D": 4096, "F": inner})
-        for product, share, width, outputs in (("up", 8, 4096, inner), ("down", 1, inner, 4096)):
+        up: dict[str, Any] = {"TOP_K": 8, "D": 4096, "F": inner, "ROUNDED": True}
+        down: dict[str, Any] = {"D": inner, "O": 4096}
+        for kernel, product, values in (
+            (experts_up_kernel, "up", up),
+            (experts_up_loop_kernel, "up", up),
+            (pair_product_kernel, "down", down),
+        ):
             chosen = knobs.of(product)
-            values: dict[str, Any] = {"SHARE": share, "D": width, "O": outputs}
-            values |= {"GATED": product == "up", "STAGES": chosen["stages"]}
-            values |= {"ROWS": chosen["rows"], "BLOCK": chosen["block"]}
+            values = values | {"ROWS": chosen["rows"], "BLOCK": chosen["block"]}
+            values |= {"STAGES": chosen["stages"]}
             types = kinds | dict.fromkeys(values, "constexpr")
-            ordered = {n: types[n] for n in pair_product_kernel.arg_names if n != "PDL"}
-            cases.append(OfflineCase(pair_product_kernel, ordered, values, chosen["warps"]))
+            ordered = {n: types[n] for n in kernel.arg_names if n != "PDL"}
+            cases.append(OfflineCase(kernel, ordered, values, chosen["warps"]))
     return cases

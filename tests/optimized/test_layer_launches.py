@@ -88,12 +88,12 @@ def cache() -> KVCache:
 ATTENTION = ["gemv", "step_attention", "combine_gate", "gemv"]
 WINDOW = ["gemv", "step_attention", "gated_projection"]
 CROSSED = ["residual_boundary"]
-EXPERTS = ["choose_norm", "pair_product", "pair_product", "norm_combine", "gemv"]
+EXPERTS = ["choose_norm", "experts_up", "pair_product", "norm_combine", "gemv"]
 WHOLE = [*CROSSED, "route_pool", *EXPERTS, *CROSSED]
 ROUTED = ["boundary_router", "gemv", *EXPERTS, *CROSSED]
 PARTS = ["gemv", "qk_norm", "decode_attention", "combine_splits", "output_norm_gate", "gemv"]
 PARTS += [*CROSSED, "router_logits", "router_choose", "gemv", "row_norm"]
-PARTS += ["pair_product", "pair_product", "norm_combine", "gemv", *CROSSED]
+PARTS += ["experts_up", "pair_product", "norm_combine", "gemv", *CROSSED]
 
 
 @pytest.mark.parametrize(

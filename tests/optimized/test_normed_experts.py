@@ -105,12 +105,15 @@ def test_every_knob_gives_the_same_function():
     assert seen >= 8
 
 
-@pytest.mark.parametrize("stages", [0, 2])
-def test_sums_in_several_steps(stages):
+@pytest.mark.parametrize(
+    ("stages", "up_stages", "programs"), [(0, 0, 0), (2, 2, 0), (0, 2, 3)], ids=str
+)
+def test_sums_in_several_steps(stages, up_stages, programs):
     knobs = PairKnobs(
         up_rows=8,
         up_block=32,
-        up_stages=2,
+        up_stages=up_stages,
+        up_programs=programs,
         up_warps=4,
         down_rows=32,
         down_block=16,
