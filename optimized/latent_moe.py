@@ -209,7 +209,8 @@ def choose_and_norm(node: Any, logits: Tensor, pooled: Tensor) -> tuple[Tensor, 
 
 
 def offline_cases() -> list[OfflineCase]:
-    """One of eight tensor-parallel ranks: 8192 wide, 1024 of it pooled to 4096; top-8 of 256."""
+    """One of eight tensor-parallel ranks: 8192 wide, 1024 of it pooled to 4096; top-8 of 256; one
+    token."""
     kinds: dict[str, str] = dict.fromkeys(("x_ptr", "pool_ptr", "pooled_ptr"), "*bf16")
     kinds |= dict.fromkeys(("norm_ptr", "z_ptr"), "*bf16") | {"experts_ptr": "*i64"}
     kinds |= dict.fromkeys(("router_ptr", "logits_ptr", "bias_ptr", "weights_ptr"), "*fp32")
@@ -221,6 +222,8 @@ def offline_cases() -> list[OfflineCase]:
     enter_values |= {"BLOCK": BLOCK, "POOL_ROWS": knobs.pool_rows, "POOL_BLOCK": BLOCK}
     choose_values = {"E": 256, "GROUPS": 1, "TOP_GROUPS": 1, "TOP_K": 8, "SLOTS": 8, "D": 4096}
     choose_values |= {"COLUMNS": NORM_COLUMNS}
+    for values in (enter_values, choose_values):
+        values["count"] = 1  # Triton compiles integers that are 1 as constants
     cases = []
     for kernel, values, warps in (
         (route_pool_kernel, enter_values, knobs.enter_warps),
