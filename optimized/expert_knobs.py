@@ -20,8 +20,8 @@ MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
 class ExpertsKnobs:
     """Per kernel: `rows` of outputs a program, the `block` of the sum at a time, `warps`. The first
     has `stages` of a pipelined loop, or 0 for an unrolled one, and a program for every tile of rows
-    or `up_programs` that loop over all tiles; the second holds the weights of its first `down_held`
-    slots before the first is done."""
+    or `up_programs` that loop over all tiles. The second holds the weights of its first `down_held`
+    slots before the first is done, or with its slots `down_across` the threads, so much of each."""
 
     up_rows: int
     up_block: int
@@ -32,6 +32,7 @@ class ExpertsKnobs:
     down_warps: int
     down_held: int
     up_programs: int = 0
+    down_across: bool = False
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "ExpertsKnobs":
@@ -60,7 +61,8 @@ class ExpertsKnobs:
             "down_rows": (2, 4, 8, 16),
             "down_block": (64, 128, 256, 512),
             "down_warps": (2, 4, 8),
-            "down_held": tuple(sorted({0, shape["K"] // 4, shape["K"] // 2, shape["K"]})),
+            "down_held": tuple(sorted({0, shape["K"] // 4, shape["K"] // 2, *_most(shape["K"])})),
+            "down_across": (False, True),
         }
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
@@ -83,6 +85,10 @@ class ExpertsKnobs:
                 for rows, block, width in sizes
             )
         )
+
+
+def _most(slots: int) -> tuple[int, int]:
+    return max(0, slots - 1), slots
 
 
 def _block(width: int, start: int) -> int:

@@ -77,6 +77,7 @@ def resources(
     constexprs: Mapping[str, Any],
     target: str,
     num_warps: int = 4,
+    registers: int | None = None,
 ) -> Resources:
     """Compile `kernel` for `target`, one of `TARGETS`, and read what it takes from the binary.
 
@@ -105,7 +106,9 @@ def resources(
     }
     kinds = {name: kind.removesuffix(":16") for name, kind in signature.items()}
     source = ASTSource(kernel, kinds, dict(constexprs), aligned)
-    options = {"num_warps": num_warps, **EXACT}
+    options: dict[str, Any] = {"num_warps": num_warps, **EXACT}
+    if registers is not None and TARGETS[target].backend == "cuda":
+        options["maxnreg"] = registers
     compiled = failure = None
     with _captured_output() as printed:
         try:
@@ -198,7 +201,12 @@ def compile_all(names: Sequence[str] = (), *, brief: bool = False) -> Iterator[R
             used = error = None
             try:
                 used = resources(
-                    case.kernel, case.signature, case.constexprs, target, case.num_warps
+                    case.kernel,
+                    case.signature,
+                    case.constexprs,
+                    target,
+                    case.num_warps,
+                    case.registers,
                 )
             except CompileError as failure:
                 error = str(failure)

@@ -17,83 +17,29 @@ Many pairs: sorted by expert for grouped matrix products (`grouped_experts`), wh
 put back in order; the weighted sum reads them where they are.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation
 from optimized.combine import weighted_sum
 from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs
+from optimized.experts_down import experts_down_across_kernel, experts_down_kernel
 from optimized.experts_up import experts_up_kernel, experts_up_loop_kernel
 from optimized.grouped_experts import GroupedKnobs, grouped_experts
 from optimized.triton_support import (
     OfflineCase,
     launch,
-    let_next_start,
     outside_domain,
-    previous_is_done,
     row_stride,
 )
 
-
-@triton.jit
-def experts_down_kernel(
-    hidden_ptr,
-    weights_ptr,
-    experts_ptr,
-    weight_ptr,
-    out_ptr,
-    weights_stride,
-    scale,
-    TOP_K: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    PIECES: tl.constexpr = (F + BLOCK - 1) // BLOCK
-    held = ()
-    for i in tl.static_range(0, HELD * PIECES):  # pyright: ignore[reportGeneralTypeIssues]
-        # The choice of experts was done before `experts_up_kernel` let this kernel start.
-        expert = tl.load(experts_ptr + token * TOP_K + i // PIECES)
-        held = held + (_piece(weight_ptr, expert, row, (i % PIECES) * BLOCK, D, F, BLOCK),)
-    previous_is_done(PDL)
-    total = tl.zeros([ROWS], tl.float32)
-    for slot in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
-        pair = token * TOP_K + slot
-        expert = tl.load(experts_ptr + pair)
-        sums = tl.zeros([ROWS, BLOCK], tl.float32)
-        for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
-            if slot < HELD:
-                weight = held[slot * PIECES + i]
-            else:
-                weight = _piece(weight_ptr, expert, row, i * BLOCK, D, F, BLOCK)
-            column = i * BLOCK + tl.arange(0, BLOCK)[None, :]
-            x = tl.load(hidden_ptr + pair * F + column, mask=column < F, other=0.0).to(tl.float32)
-            wide = weight.to(tl.float32)  # pyright: ignore[reportAttributeAccessIssue]
-            sums = tl.fma(wide, x.broadcast_to(ROWS, BLOCK), sums)
-        y = tl.sum(sums, axis=1).to(tl.bfloat16).to(tl.float32)
-        weighted = y * tl.load(weights_ptr + token * weights_stride + slot)
-        total = weighted if slot == 0 else total + weighted
-    tl.store(out_ptr + token * D + row, (total * scale).to(tl.bfloat16), mask=row < D)
-
-
-@triton.jit
-def _piece(weight_ptr, expert, row, first, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns `first` and on of some rows of an expert's matrix [D, F]."""
-    column = first + tl.arange(0, BLOCK)[None, :]
-    inside = (row < D)[:, None] & (column < F)
-    return tl.load(
-        weight_ptr + expert * (D * F) + row[:, None] * F + column, mask=inside, other=0.0
-    )
+SMS, REGISTERS = 132, 65536  # of an H200, and of each SM
+FEWEST = 80  # registers that the second kernel works with
 
 
 def shape(node: Any, x: Tensor, weights: Tensor, experts: Tensor) -> dict[str, int]:
@@ -150,14 +96,16 @@ def few(
     tiles = triton.cdiv(inner, chosen.up_rows)
     blocks: dict[str, Any] = {"TOP_K": top_k, "D": width, "F": inner, "ROWS": chosen.up_rows}
     blocks |= {"BLOCK": chosen.up_block, "STAGES": chosen.up_stages, "num_warps": chosen.up_warps}
+    blocks |= {"ROUNDED": False}
     given = x, experts, node.gate_up_proj, hidden, x.stride(0)
     if chosen.up_programs:
         grid = (min(chosen.up_programs, pairs * tiles),)
         launch(experts_up_loop_kernel, grid, *given, pairs, **blocks)
     else:
         launch(experts_up_kernel, (pairs, tiles), *given, **blocks)
+    blocks = {"TOP_K": top_k, "D": width, "F": inner, **down_blocks(chosen, sizes)}
     launch(
-        experts_down_kernel,
+        experts_down_across_kernel if chosen.down_across else experts_down_kernel,
         (len(experts), triton.cdiv(width, chosen.down_rows)),
         hidden,
         weights,
@@ -166,39 +114,55 @@ def few(
         out,
         row_stride(weights),
         node.combine.scale,
-        TOP_K=top_k,
-        D=width,
-        F=inner,
-        ROWS=chosen.down_rows,
-        BLOCK=chosen.down_block,
-        HELD=chosen.down_held,
+        **blocks,
         num_warps=chosen.down_warps,
+        registers=down_registers(chosen, sizes),
     )
     return out
+
+
+def down_blocks(knobs: ExpertsKnobs, sizes: Mapping[str, int]) -> dict[str, int]:
+    """How the second kernel is tiled: it holds slots, or that share of each slot's columns."""
+    found = {"ROWS": knobs.down_rows, "BLOCK": knobs.down_block, "HELD": knobs.down_held}
+    if not knobs.down_across:
+        return found
+    held = knobs.down_held * triton.cdiv(sizes["F"], knobs.down_block) // sizes["K"]
+    return {**found, "HELD": held, "SLOTS": triton.next_power_of_2(sizes["K"])}
+
+
+def down_registers(knobs: ExpertsKnobs, sizes: Mapping[str, int]) -> int | None:
+    """A limit with which all programs of the second kernel fit a GPU at once; None where there is
+    none, or nothing is held across threads."""
+    programs = sizes["P"] // sizes["K"] * triton.cdiv(sizes["D"], knobs.down_rows)
+    most = REGISTERS // (32 * knobs.down_warps * triton.cdiv(programs, SMS)) // 8 * 8
+    return most if knobs.down_across and FEWEST <= most < 255 else None
 
 
 def offline_cases() -> list[OfflineCase]:
     """Beam whole, and on one of two and one of eight tensor-parallel ranks."""
     up = dict.fromkeys(("x_ptr", "weight_ptr", "hidden_ptr"), "*bf16")
     up |= {"experts_ptr": "*i64", "x_stride": "i32:16", "pairs": "i32"}
-    up |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK", "STAGES"), "constexpr")
+    up |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK", "STAGES", "ROUNDED"), "constexpr")
     down = dict.fromkeys(("hidden_ptr", "weight_ptr", "out_ptr"), "*bf16")
     down |= {"weights_ptr": "*fp32", "experts_ptr": "*i64", "weights_stride": "i32"}
     down |= {"scale": "fp32"}
-    down |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK", "HELD"), "constexpr")
-    down = {name: down[name] for name in experts_down_kernel.arg_names if name in down}
+    down |= dict.fromkeys(("TOP_K", "SLOTS", "D", "F", "ROWS", "BLOCK", "HELD"), "constexpr")
     cases = []
     for inner in (320, 1280, 2560):
         knobs = ExpertsKnobs.heuristic({"P": 8, "K": 8, "D": 5120, "F": inner})
         sizes = {"TOP_K": 8, "D": 5120, "F": inner}
         values = {**sizes, "ROWS": knobs.up_rows, "BLOCK": knobs.up_block}
-        values["STAGES"] = knobs.up_stages
+        values |= {"STAGES": knobs.up_stages, "ROUNDED": False}
         for kernel in (experts_up_kernel, experts_up_loop_kernel):
             types = {name: up[name] for name in kernel.arg_names if name in up}
             cases.append(OfflineCase(kernel, types, values, knobs.up_warps))
-        values = {**sizes, "ROWS": knobs.down_rows, "BLOCK": knobs.down_block}
-        values["HELD"] = knobs.down_held
-        cases.append(OfflineCase(experts_down_kernel, down, values, knobs.down_warps))
+        across = replace(knobs, down_across=True, down_held=7, down_rows=8, down_block=64)
+        kernels = (experts_down_kernel, knobs), (experts_down_across_kernel, across)
+        for kernel, chosen in kernels[: 2 if inner == 320 else 1]:
+            values = {**sizes, **down_blocks(chosen, {"K": 8, "F": inner})}
+            types = {name: down[name] for name in kernel.arg_names if name in down}
+            most = down_registers(chosen, {"P": 8, "K": 8, "D": 5120})
+            cases.append(OfflineCase(kernel, types, values, chosen.down_warps, most))
     return cases
 
 

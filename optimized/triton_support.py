@@ -61,6 +61,7 @@ def launch(
     *arguments: Any,
     num_warps: int,
     exact: bool = True,
+    registers: int | None = None,
     **constexprs: Any,
 ) -> None:
     """Run `kernel` on `grid` with every rounding as written.
@@ -68,10 +69,13 @@ def launch(
     `exact=False` lets the compiler fuse multiplications and additions: where all products are exact
     it changes nothing. A kernel with an argument `PDL` promises to call `previous_is_done` before
     it reads or writes anything but weights, and is started early where the GPU can. An argument
-    `PRECISION` is how it multiplies operands that are TF32 already.
+    `PRECISION` is how it multiplies operands that are TF32 already. A thread takes no more than
+    `registers`, on NVIDIA's GPUs.
     """
     __tracebackhide__ = True  # a kernel is its caller's: a trace shows the line that calls this
     options: dict[str, Any] = dict(EXACT) if exact else {}
+    if registers is not None and torch.version.hip is None:
+        options["maxnreg"] = registers
     if "PDL" in kernel.arg_names:
         constexprs["PDL"] = DependentLaunch.active()
         if constexprs["PDL"]:
@@ -98,12 +102,13 @@ def prefetch_chunks(nbytes: int) -> int:
 
 class OfflineCase(NamedTuple):
     """One way to compile a kernel: `signature` names every argument's type ("*bf16", "i32", "fp32",
-    "constexpr"), `constexprs` the values of the constexpr ones."""
+    "constexpr"), `constexprs` the values of the constexpr ones, `registers` `launch`'s limit."""
 
     kernel: Any
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
     num_warps: int
+    registers: int | None = None
 
 
 @triton.jit

@@ -140,6 +140,18 @@ def test_programs_that_loop_over_tiles_change_nothing(tokens, programs):
     assert same_bits(found, alone) and found.abs().sum() > 0
 
 
+@pytest.mark.parametrize(("tokens", "slots", "inner", "held"), [(1, 4, 40, 3), (2, 3, 33, 0)])
+def test_slots_across_threads_change_nothing(tokens, slots, inner, held):
+    reference, x, experts = node(8, 70, inner), bf16(tokens, 70), choices(tokens, slots, 8)
+    sizes = {"P": slots * tokens, "K": slots, "D": 70, "F": inner}
+    start = replace(ExpertsKnobs.heuristic(sizes), up_rows=8, down_block=16, down_held=held)
+    found, alone = (
+        run_triton(CHANGE, reference, x, shares(experts), experts, knobs=knobs)
+        for knobs in (replace(start, down_across=True), start)
+    )
+    assert same_bits(found, alone) and found.abs().sum() > 0
+
+
 def test_a_sorts_first_columns_are_many_pairs_choice_too():
     reference, x, experts = node(8, 64, 32), bf16(40, 64), choices(40, 4, 8)
     experts = torch.cat((experts, experts), dim=1)[:, :4]
