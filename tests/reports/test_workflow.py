@@ -151,7 +151,7 @@ def test_the_commit_job_runs_a_toy_and_its_base_in_turns(
     workflow: dict[str, Any], clone: Git
 ) -> None:
     job = workflow["jobs"]["commit"]
-    toy = "--model tests/agents/toy_model.py --proposer catalog --budget-minutes 1"
+    toy = "--model tests/agents/toy_model.py --proposer catalog --budget-minutes 2"
     values = {
         "vars.PIP_EXTRA_INDEX_URL": "",
         "vars.REGRESSION_RUN_ARGS": toy,
