@@ -25,12 +25,12 @@ ORDERINGS = 16
 EVERY = list(range(SMALL.layers))
 
 
-def run_published(model: Any, ids: Tensor) -> Tensor:
-    """Logits [B, T, V] of the published model in the steps of CUTS."""
+def run_published(model: Any, ids: Tensor, cuts: list[int] = CUTS) -> Tensor:
+    """Logits [B, T, V] of the published model in the steps that end at `cuts`."""
     cache = transformers.DynamicCache(config=model.config.text_config)
     logits = []
-    for first, end in zip([0, *CUTS], CUTS, strict=False):
-        place = small.positions(BATCH, first, end)
+    for first, end in zip([0, *cuts], cuts, strict=False):
+        place = small.positions(len(ids), first, end)
         result = model(input_ids=ids[:, first:end], position_ids=place, cache=cache, use_cache=True)
         logits.append(result.logits)
     return torch.cat(logits, dim=1)
@@ -42,6 +42,21 @@ def test_fp32_prefill_and_decode() -> None:
     theirs = run_published(oracle.published(model), ids)
     reordered = (toy.run(m, ids, CUTS) for m, _ in reorderings(model, model.config, ORDERINGS))
     assert_within(theirs, toy.run(model, ids, CUTS), reordered)
+
+
+def test_decodes_across_the_released_window() -> None:
+    """In FP32: 2045 positions, then one by one past 2048, where a ring of that length wraps."""
+    sizes = {"layers": 2, "hidden": 32, "vocabulary": 32, "query_heads": 2, "kv_heads": 1}
+    sizes |= {"head_dim": 16, "experts": 4, "top_k": 2, "expert_width": 16, "expert_ff": 16}
+    cuts = [2045, *range(2046, 2052)]
+    model, ids = toy.build(torch.float32, window=2048, **sizes), small.tokens(1, cuts[-1]) % 32
+    twins = [m for m, _ in reorderings(model, model.config, 4)]
+    reordered = [toy.run(m, ids, cuts)[:, -7:] for m in twins]
+    found = toy.run(model, ids, cuts)[:, -7:]
+    assert_within(run_published(oracle.published(model), ids, cuts)[:, -7:], found, reordered)
+    shorter = toy.run(toy.build(torch.float32, window=2047, **sizes), ids, cuts)[:, -7:]
+    assert within(shorter[:, :3], found[:, :3], [r[:, :3] for r in reordered])
+    assert not within(shorter, found, reordered)
 
 
 def test_token_by_token_equals_one_prefill() -> None:
