@@ -83,6 +83,8 @@ def test_full_tiles_by_the_copy_engine(width, inner):
     """The same bits, of full tiles and of what is left; nothing of the next expert's is written."""
     experts = torch.arange(75, device=DEVICE).remainder(3).clamp_max(1)[:, None]
     order = sort_pairs(experts, 3, 16)  # 25, 50 and no pairs
+    # Backwards, so that what a tile wrote beyond its expert would not be overwritten by the next's.
+    order.tiles[: order.used.item()] = order.tiles[: order.used.item()].flip(0)
     hidden, reference = bf16(75, inner), node(3, width, inner)
     plain = replace(SMALL, row_tile=16)
     bulk = replace(plain, down_bulk=True)
