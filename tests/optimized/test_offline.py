@@ -65,7 +65,8 @@ def test_nothing_but_weights_is_touched_before_the_previous_kernel_is_done(rows)
     waiting = [(kernel, r) for kernel, r in used if r.loads_before_wait is not None]
     assert len(waiting) == len(used)
     assert {r.stores_before_wait for _, r in waiting} == {0}
-    early = {"residual_boundary_kernel", "gemv_kernel", "experts_down_kernel"}
+    early = {"residual_boundary_kernel", "gemv_kernel"}
+    early |= {"experts_down_kernel", "experts_down_across_kernel"}
     early |= {"boundary_router_kernel", "gated_projection_kernel", "router_choose_kernel"}
     early |= {"step_attention_kernel"}  # positions of earlier steps
     early |= {"norm_combine_kernel", "pair_product_kernel", "row_norm_kernel"}
