@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.carried import Carried
 from harness.cases import storages
+from harness.drift_record import Drift, DriftRow
 from harness.operators import is_real
-from harness.records import Drift, DriftRow
 from harness.replay import NATIVE, Noise, Plan, Run, named_arguments, replay
 from harness.routing import Router, forcing, routers
 from harness.steps import LabelledStep

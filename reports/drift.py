@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from harness.records import DriftRow, Verdict
+from harness.drift_record import DriftRow
+from harness.records import Verdict
 from reports import text
 from reports.chart import INK, KEPT, MUTED, RULE, inline
 

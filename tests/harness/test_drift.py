@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.drift import describe, drift
+from harness.drift_record import Drift, DriftRow
 from harness.layers import layer_names
-from harness.records import Drift, DriftRow
 from harness.steps import steps
 from harness.workload import Workload
 from optimized.change import share

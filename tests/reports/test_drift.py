@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.drift_record import Drift, DriftRow
 from harness.ledger import Ledger
-from harness.records import Drift, DriftRow, Flip, Routing, Verdict
+from harness.records import Flip, Routing, Verdict
 from reports.drift import chart, lines, routing
 from reports.markdown import markdown
 from reports.page import page
