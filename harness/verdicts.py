@@ -169,8 +169,9 @@ def golden_limit(tally: Tally, allowed: int) -> float:
 def point_report(evidence: Evidence, rate: float) -> PointReport:
     """The record of one interior point; `rate` is the chance that noise changes an element. Where
     those that show the rounding are clearly noisier, theirs counts: a rounding far below the noise
-    shows in elements next to a boundary, which noise takes to either side, many at once."""
-    rate = max(rate, visible_rate(evidence, rate))
+    shows in elements next to a boundary, which noise takes to either side, many at once. What is
+    quieter than noise everywhere else is so there, too."""
+    rate = max(rate, visible_rate(evidence, rate) * quiet(evidence))
     weight = math.log((1.0 - rate) / rate)
     ratio = (evidence.equals_declared - evidence.equals_flipped) * weight
     if evidence.declared == "added":
@@ -201,6 +202,16 @@ def visible_rate(evidence: Evidence, rate: float) -> float:
     still = evidence.drawn - evidence.moved
     lowest = 1.0 - bounds.upper_rate(still, evidence.drawn)
     return min(0.5, evidence.moved / evidence.drawn) if lowest > rate else 0.0
+
+
+def quiet(evidence: Evidence) -> float:
+    """At most how noisy the candidate is, as a share of the noise replays, by the elements that do
+    not show the rounding."""
+    others = evidence.elements - evidence.visible
+    if evidence.stirred <= 0 or others <= 0:
+        return 1.0
+    most = bounds.upper_rate(max(0, evidence.strayed), others) * others
+    return min(1.0, most / evidence.stirred)
 
 
 def _added_ratio(evidence: Evidence) -> float:

@@ -24,6 +24,12 @@ class Evidence:
     noise: int = 0  # elements that noise changes where the rounding is not added
     drawn: int = 0  # visible elements of all noise replays
     moved: int = 0  # those of them that noise changed
+    stirred: float = 0.0  # other elements that one noise replay changes
+
+    @property
+    def strayed(self) -> int:
+        """Elements that do not show the rounding, in which the candidate differs all the same."""
+        return self.differs_flipped - self.visible + self.equals_flipped
 
 
 @dataclass
@@ -55,7 +61,8 @@ def weigh(
     counted = {n: masks[n].expand_as(ours[n]) for n in real if n in masks}
     elements = sum(int(counted[n].sum()) if n in counted else ours[n].numel() for n in real)
     differing = {n: mine[n] for n in real if not torch.equal(mine[n], ours[n])}
-    evidence: list[Evidence] = []
+    stirred = _stirred(real, counted, moved or {})
+    evidence: list[tuple[Evidence, str]] = []
     counts: list[Tensor] = []
     for flip in flips:
         found = points.setdefault(flip.point.name, Evidence(flip.point, flip.declared))
@@ -65,15 +72,30 @@ def weigh(
             seen = _counts(ours[n], flip.results[n], counted.get(n), differing.get(n))
             noisy = _moved(ours[n], flip.results[n], counted.get(n), (moved or {}).get(n))
             counts.append(torch.cat((seen, noisy)))
-            evidence.append(found)
+            evidence.append((found, n))
     numbers = torch.stack(counts).tolist() if counts else []
-    for found, (visible, declared, flipped, apart, noisy) in zip(evidence, numbers, strict=True):
+    for (found, name), (visible, declared, flipped, apart, noisy) in zip(
+        evidence, numbers, strict=True
+    ):
         found.visible += visible
         found.equals_declared += declared
         found.equals_flipped += flipped
         found.differs_flipped += apart
         found.drawn += draws * visible
         found.moved += noisy
+        found.stirred += (stirred[name] - noisy) / draws if draws else 0.0
+
+
+def _stirred(
+    names: list[str], masks: dict[str, Tensor], moved: dict[str, Tensor]
+) -> dict[str, int]:
+    """How many elements all noise replays of a case changed, by result."""
+    sums = {
+        n: (moved[n] * masks[n] if n in masks else moved[n]).sum(dtype=torch.int64)
+        for n in names
+        if n in moved
+    }
+    return {n: int(sums[n]) if n in sums else 0 for n in names}
 
 
 def _moved(ours: Tensor, other: Tensor, mask: Tensor | None, moved: Tensor | None) -> Tensor:
