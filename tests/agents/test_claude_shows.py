@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from agents import base
+from agents.claude.spend import MOST_OUTPUT
 from harness.git import Git
 from harness.ledger import Ledger
 from harness.records import Status
@@ -40,10 +41,12 @@ BROKEN = "raise RuntimeError('this is being edited')\n"
 LATER = "harness/points.py", "agents/loop.py", "optimized/inductor.py"
 EDITED = 2
 WHERE = 'raise RuntimeError("optimized is at " + __import__("optimized").__path__[0])'
-# A life ends after each of these events: while regions are judged, in an attempt, while what was
-# kept is certified, before the model is told, in the closing measurements. The last one goes on to
-# the end. A life that ends while the model works is in test_claude_run.py.
+# A life ends after each of these events: while the model is asked, while regions are judged, in an
+# attempt, while what was kept is certified, before the model is told, in the closing measurements.
+# The last one goes on to the end. A life that ends between the model's calls is in
+# test_claude_run.py.
 KILLED = (
+    "asked",
     "ledger:evaluated",
     "ledger:started",
     "ledger:committed",
@@ -111,7 +114,7 @@ def shown(tmp_path_factory) -> Shown:
             if number == EDITED:
                 break_files(mine.root, *LATER)
                 before |= {name: BROKEN.encode() for name in LATER}
-            done = goes_on(run, api, "--budget-usd", "1", killed=killed, root=mine.root)
+            done = goes_on(run, api, "--budget-usd", "2", killed=killed, root=mine.root)
             said += done.stderr
             assert done.returncode == (-9 if killed else 0), f"{killed}: {done.stderr}"
     assert not list((folder / "tmp").glob(f"{base.PREFIX}*"))  # of killed lives neither
@@ -148,9 +151,12 @@ def test_killed_at_every_stage_it_ends_in_the_same_state_and_nothing_is_paid_twi
     done = [e["id"] for e in trajectory(shown.run) if e["kind"] == "result"]
     assert len(done) == len(set(done)) == 10
     run = Run.load(shown.run)
-    assert [s.tokens.output for s in run.spending] == [50, 50, 50, 50]
+    # What was asked when the first life ended may have been answered: it counts as its most.
+    most = MOST_OUTPUT // 2  # for each of the two that the next answers submitted
+    assert [s.tokens.output for s in run.spending] == [most + 50, most + 50, 50, 50]
     assert run.closing_verdict is not None and run.closing_verdict.passed
-    assert json.loads((shown.run / "summary.json").read_text())["spent"]["output"] == 200
+    summary = json.loads((shown.run / "summary.json").read_text())
+    assert summary["spent"]["output"] == MOST_OUTPUT + 200
 
 
 def test_the_users_checkout_stays_byte_for_byte_as_it_was(shown: Shown) -> None:
@@ -187,7 +193,7 @@ def test_its_record_is_replayed_without_key_or_network_to_the_same_decisions(sho
     assert [Path(a.name).name for a in now] == [Path(a.name).name for a in before]
     assert "the model's work ended: the record has no more answers" in done.stderr
     compared = [e["how"] for e in trajectory(again) if e["kind"] == "compared"]
-    assert len(compared) == 6 and compared.count("differ") == 1  # one says where its files lie
+    assert len(compared) == 7 and compared.count("differ") == 1  # one says where its files lie
 
 
 def test_a_clean_clone_takes_the_patch_and_reproduces_the_certificate(shown, tmp_path) -> None:
