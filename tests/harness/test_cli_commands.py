@@ -140,7 +140,10 @@ BAD = [
     (["mutants", "--out", "/proc/x"], "--out /proc/x: .*; name a folder to write into"),
     (["bench", "--peers", "--against", "nope"], "no peer's name begins with 'nope'; known: PyTor"),
     (["bench", "--rows", "1"], "--rows is for --peers; give that, or leave it out"),
-    (["bench", "--peers", "--beyond-domain"], "--beyond-domain is for --curve or --plan; give that, or le"),
+    (
+        ["bench", "--peers", "--beyond-domain"],
+        "--beyond-domain is for --curve or --plan; give that",
+    ),
 ]
 
 
