@@ -8,8 +8,9 @@ import torch
 from agents import other_targets
 from agents.certificates import compile_kept
 from agents.session import LAYERS_PER_KIND, Session
-from harness import judge, seeds
+from harness import judge, memcheck, seeds
 from harness.errors import UserError
+from harness.records import Verdict
 
 ALL_LAYERS_S = 150.0  # so much of the budget left, and every layer of the result is judged
 
@@ -57,10 +58,35 @@ def judge_result(session: Session) -> None:
         per_kind=None if plenty else LAYERS_PER_KIND,
         full=True,
     )
+    if verdict.passed:
+        verdict = memchecked(session, verdict)
     session.ledger.append("model_verdict", verdict)
     said = "passed" if verdict.passed else f"failed: {verdict.reason}"
     style = "green" if verdict.passed else "red"
     session.progress.done(f"the model as it stands: {said}", style)
+
+
+def memchecked(session: Session, verdict: Verdict) -> Verdict:
+    """The verdict with what compute-sanitizer says of each kept change that the catalogue has;
+    refused where it finds an error in one. Foreign ones were checked before they were kept."""
+    asked = [
+        memcheck.Asked(
+            change=attempt.name,
+            region=attempt.region,
+            backend=attempt.backend,
+            seed=verdict.seed,
+            knobs=attempt.knobs,
+        )
+        for attempt in session.history.kept
+        if not attempt.name.endswith(".py")
+    ]
+    if not asked or not memcheck.applies(session.workload.device):
+        return verdict
+    session.progress.stage("checking the kept kernels for memory errors and races")
+    found = memcheck.check_all(session.workload, asked, limit_s=session.checking_s)
+    for one, checked in zip(asked, found, strict=True):
+        verdict = checked.named(one.change).joined(verdict)
+    return verdict
 
 
 def time_other_targets(session: Session) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from agents.measure import KINDS, Measure, Steps
 from agents.progress import Progress
 from agents.stack import stack
 from agents.storage import Studies
-from harness import baselines, judge
+from harness import baselines, judge, memcheck
 from harness.ceilings import floor_us, measure_ceilings
 from harness.environment import environment
 from harness.errors import UserError
@@ -104,6 +104,11 @@ class Session:
                 )
         self.ledger.append("resumed", here)
         self.resumed, self.moved = True, there.gpu_uuid != here.gpu_uuid
+
+    @property
+    def checking_s(self) -> float:
+        """What one of compute-sanitizer's tools may take."""
+        return self.budget.share_s(0.05, at_most_s=memcheck.LIMIT_S)
 
     @cached_property
     def reference(self) -> nn.Module:

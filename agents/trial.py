@@ -90,16 +90,17 @@ class Trial:
                 seeds.draw(),
                 per_kind=session.layers_per_kind,
             )
-            if outcome.model_verdict.passed:  # else it is not kept
+            if outcome.model_verdict.passed and suggestion.foreign:  # others: when the run ends
                 self.progress.part("compute-sanitizer")
-                outcome.model_verdict = memcheck.check(
-                    workload,
-                    suggestion.proposal.change,
-                    change.region,
-                    backend,
-                    outcome.model_verdict.seed,
-                    outcome.knobs,
-                ).joined(outcome.model_verdict)
+                asked = memcheck.Asked(
+                    change=suggestion.proposal.change,
+                    region=change.region,
+                    backend=backend,
+                    seed=outcome.model_verdict.seed,
+                    knobs=outcome.knobs,
+                )
+                checked = memcheck.check(workload, asked, limit_s=session.checking_s)
+                outcome.model_verdict = checked.joined(outcome.model_verdict)
 
     def applied(self, change: Change, backend: str, knobs: Knobs) -> nn.Module:
         """The model as it stands with the change, too."""

@@ -86,7 +86,10 @@ def verify_and_report(a: argparse.Namespace, seconds: Seconds) -> int:
         verdicts.append(judge_model(workload.model, candidate, workload, a.seed, full=full))
         if verdicts[-1].passed and memcheck.applies(workload.device):
             progress("checking its kernels for memory errors and races")
-            checked = memcheck.check(workload, a.change, change.region, backend, a.seed)
+            asked = memcheck.Asked(
+                change=a.change, region=change.region, backend=backend, seed=a.seed
+            )
+            checked = memcheck.check(workload, asked)
             verdicts[-1] = checked.joined(verdicts[-1])
     passed = all(verdict.passed for verdict in verdicts)
     latency, audited = None, None

@@ -3,7 +3,8 @@
 The smallest recorded calls of the region are run once more in a process of their own, under
 memcheck and then under racecheck, with the module that holds the region's node and no other
 weights. What the tools find is a refusal, unless the reference shows the same there. Where a tool
-is absent or cannot run, the verdict's notes say so.
+is absent or cannot run, the verdict's notes say so. Several changes share a process for each tool,
+which takes long to begin; only if it finds something has each one of its own.
 """
 
 import itertools
@@ -34,6 +35,7 @@ from optimized.change import KnobValue, nodes
 PROGRAM = "compute-sanitizer"  # also how each of its notes begins
 TOOLS = "memcheck", "racecheck"
 LIMIT_S = 120.0  # of one tool
+CALLS_FILE, OPTIONS_FILE = "calls.pt", "options.pt"
 CALLS = 2  # the smallest of a prefill and a decode of the judge's steps
 SHARE = 4  # what is handed over may take a quarter of the free memory
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .*\((\d+) error)")
@@ -49,6 +51,14 @@ class Checked:
 
     reason: str | None = None
     notes: tuple[str, ...] = ()
+
+    def noting(self, note: str) -> "Checked":
+        return replace(self, notes=(*self.notes, note))
+
+    def named(self, change: str) -> "Checked":
+        """The same, where it is told beside others."""
+        reason = None if self.reason is None else f"{change}: {self.reason}"
+        return Checked(reason, tuple(f"{change}: {note}" for note in self.notes))
 
     def joined(self, verdict: Verdict) -> Verdict:
         """The verdict with this; refused by it if it had passed."""
@@ -70,61 +80,77 @@ def applies(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-@spent("compute-sanitizer")
-def check(
-    workload: Workload,
-    change: str,
-    region: str,
-    backend: str,
-    seed: int,
-    knobs: Knobs | None = None,
-    *,
-    limit_s: float = LIMIT_S,
-) -> Checked:
-    """Check `change`, by name or file, on calls drawn from `seed`; nothing on a CPU.
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A change to check, by name or file, on calls of its region drawn from `seed`."""
 
-    The candidate's code runs in a process of its own with a scrubbed environment, but in no
+    change: str
+    region: str
+    backend: str
+    seed: int
+    knobs: Knobs | None = None
+
+
+def check(workload: Workload, asked: Asked, *, limit_s: float = LIMIT_S) -> Checked:
+    """One change; see `check_all`."""
+    return check_all(workload, [asked], limit_s=limit_s)[0]
+
+
+@spent("compute-sanitizer")
+def check_all(
+    workload: Workload, asked: Sequence[Asked], *, limit_s: float = LIMIT_S
+) -> list[Checked]:
+    """What comes of each; nothing on a CPU. A tool is given `limit_s`.
+
+    The candidates' code runs in a process of its own with a scrubbed environment, but in no
     sandbox: only for code that may run in this process, too.
     """
     if not applies(workload.device):
-        return Checked()
+        return [Checked()] * len(asked)
     program = shutil.which(PROGRAM)
     if program is None:
-        return Checked(notes=(f"{PROGRAM} is not installed: no check for memory errors and races",))
-    with tempfile.TemporaryDirectory(prefix="memcheck-") as folder:
-        told = hand_over(workload, region, seed, Path(folder) / "calls.pt")
-        if told is not None:
-            return Checked(notes=(f"{PROGRAM}: not run, {told}",))
-        options = {
-            "change": _absolute(change),
-            "backend": backend,
-            "region": region,
-            "knobs": {shape: dict(values) for shape, values in (knobs or {}).items()},
-            "model": _absolute(workload.name),
-        }
-        torch.save(options, Path(folder) / "options.pt")
-        notes = []
-        for tool in TOOLS:
-            ran = run_tool(program, tool, Path(folder), limit_s)
-            if ran.errors is None:
-                notes.append(f"{PROGRAM} {tool}: not done: {ran.said}")
-            elif ran.errors and run_tool(program, tool, Path(folder), limit_s, plain=True).errors:
-                notes.append(f"{PROGRAM} {tool}: errors, but the reference has them, too")
-            elif ran.errors:
-                reason = f"{PROGRAM} {tool}: {ran.errors} error(s): {ran.said}"
-                return Checked(reason, tuple(notes))
+        absent = f"{PROGRAM} is not installed: no check for memory errors and races"
+        return [Checked(notes=(absent,))] * len(asked)
+    found = [Checked()] * len(asked)
+    with tempfile.TemporaryDirectory(prefix="memcheck-") as top:
+        left: dict[int, Path] = {}
+        for i, one in enumerate(asked):
+            folder = Path(top) / f"{i:02d}"
+            folder.mkdir()
+            told = hand_over(workload, one, folder)
+            if told is None:
+                left[i] = folder
             else:
-                notes.append(f"{PROGRAM} {tool}: no error in {CALLS} calls of {region}")
-        return Checked(notes=tuple(notes))
+                found[i] = found[i].noting(f"{PROGRAM}: not run, {told}")
+        for tool in TOOLS:
+            together = run_tool(program, tool, list(left.values()), limit_s) if left else None
+            for i, folder in list(left.items()):
+                ran = together
+                if together is not None and together.errors and len(left) > 1:
+                    ran = run_tool(program, tool, [folder], limit_s)
+                assert ran is not None
+                if ran.errors is None:
+                    found[i] = found[i].noting(f"{PROGRAM} {tool}: not done: {ran.said}")
+                elif not ran.errors:
+                    calls = f"{CALLS} calls of {asked[i].region}"
+                    found[i] = found[i].noting(f"{PROGRAM} {tool}: no error in {calls}")
+                elif run_tool(program, tool, [folder], limit_s, plain=True).errors:
+                    both = "errors, but the reference has them, too"
+                    found[i] = found[i].noting(f"{PROGRAM} {tool}: {both}")
+                else:
+                    reason = f"{PROGRAM} {tool}: {ran.errors} error(s): {ran.said}"
+                    found[i] = replace(found[i], reason=reason)
+            left = {i: folder for i, folder in left.items() if found[i].reason is None}
+    return found
 
 
-def hand_over(workload: Workload, region: str, seed: int, path: Path) -> str | None:
-    """Write the module around the region's first node and its smallest calls to `path`; or why
-    not."""
+def hand_over(workload: Workload, asked: Asked, folder: Path) -> str | None:
+    """Write the module around the region's first node, its smallest calls and what is asked into
+    `folder`; or why not."""
     reference = workload.model
-    name = nodes(reference, region)[0]
+    name = nodes(reference, asked.region)[0]
     limit = free_bytes(torch.device("cpu")) // SHARE
-    small = itertools.islice(steps(workload, seed, sizes=False), 2)
+    small = itertools.islice(steps(workload, asked.seed, sizes=False), 2)
     calls, _ = record(reference, [name], small, limit)
     if not calls:
         return f"no step calls {name}"
@@ -136,15 +162,28 @@ def hand_over(workload: Workload, region: str, seed: int, path: Path) -> str | N
     if size > limit:
         return f"the module around {name} takes {size >> 30} GiB"
     chosen = sorted(calls, key=_bytes)[:CALLS]
-    torch.save((holder, attribute, [(c.args, c.kwargs) for c in chosen]), path)
+    torch.save((holder, attribute, [(c.args, c.kwargs) for c in chosen]), folder / CALLS_FILE)
+    options = {
+        "change": _absolute(asked.change),
+        "backend": asked.backend,
+        "region": asked.region,
+        "knobs": {shape: dict(values) for shape, values in (asked.knobs or {}).items()},
+        "model": _absolute(workload.name),
+    }
+    torch.save(options, folder / OPTIONS_FILE)
     return None
 
 
-def run_tool(program: str, tool: str, folder: Path, limit_s: float, *, plain: bool = False) -> Ran:
-    """Run the calls under one tool, with the change or, `plain`, without it."""
-    child = [sys.executable, "-m", "harness.memchecked", str(folder), *["plain"] * plain]
+def run_tool(
+    program: str, tool: str, folders: Sequence[Path], limit_s: float, *, plain: bool = False
+) -> Ran:
+    """Run the calls in all `folders` under one tool, with the changes or, `plain`, without."""
+    child = [sys.executable, "-m", "harness.memchecked", *["--plain"] * plain, *map(str, folders)]
     command = [program, "--tool", tool, "--print-limit", "10", *child]
-    environment = scrubbed(str(folder)) | {
+    top = folders[0].parent
+    environment = scrubbed(str(top)) | {
+        # Tensors of their own: in a shared segment nothing is out of bounds.
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))).rstrip(":")
     }
     process = subprocess.Popen(
@@ -154,7 +193,7 @@ def run_tool(program: str, tool: str, folder: Path, limit_s: float, *, plain: bo
         text=True,
         errors="replace",
         env=environment,
-        cwd=folder,
+        cwd=top,
         start_new_session=True,
     )
     try:

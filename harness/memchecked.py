@@ -1,4 +1,4 @@
-"""The process that `harness.memcheck` runs under a tool: `python -m harness.memchecked FOLDER`."""
+"""What `harness.memcheck` runs under a tool: `python -m harness.memchecked [--plain] FOLDER...`."""
 
 import sys
 from pathlib import Path
@@ -6,17 +6,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from harness.memcheck import CALLS_FILE, OPTIONS_FILE
 from harness.worker import find
 from optimized.change import apply_change
 from optimized.plan import Enabled, make_knobs
 from reference import models
 
 
-def main(folder: str, plain: bool) -> None:
+def make_calls(folder: Path, plain: bool) -> None:
     """Make the calls that lie in the folder, with the change or without it."""
-    options = torch.load(Path(folder) / "options.pt")
+    options = torch.load(folder / OPTIONS_FILE)
     models.load(options["model"])  # its classes are in what was handed over
-    holder, attribute, calls = torch.load(Path(folder) / "calls.pt", weights_only=False)
+    holder, attribute, calls = torch.load(folder / CALLS_FILE, weights_only=False)
     model = nn.Module()
     model.holder = holder
     if not plain:
@@ -32,4 +33,6 @@ def main(folder: str, plain: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "plain" in sys.argv[2:])
+    words = sys.argv[1:]
+    for place in (word for word in words if word != "--plain"):
+        make_calls(Path(place), "--plain" in words)

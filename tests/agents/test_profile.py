@@ -1,5 +1,6 @@
 """What Nsight Compute says of a change, from a program that plays it; what can be had without."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from agents.claude.profile import (
     table,
 )
 from harness.workload import Workload
+from optimized import swiglu
+from optimized.change import region_of
 from tests.agents import fake_ncu, killers
 
 FILE = """
@@ -201,3 +204,27 @@ def test_kernels_are_compiled_without_a_card(tmp_path: Path) -> None:
     assert all(0 < int(registers) < 256 for _, _, registers, *_ in cells)
     assert all(spills == "0" for _, _, _, spills, *_ in cells)
     assert not elsewhere.exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("ncu") is None, reason="no ncu on PATH")
+def test_a_triton_kernel_is_profiled_on_a_card(tmp_path: Path) -> None:
+    """Its registers and its time, where the card's counters may be read; else ncu's own words."""
+    model = Workload.load("beam", "mini", "cuda", 0).model
+    node = next(m for m in model.modules() if region_of(m) == "swiglu")
+    x = torch.randn(64, 512, device="cuda").bfloat16()
+    file = str(Path(swiglu.__file__))
+    profiler = Profiler("cuda")
+    profiler.connect()
+    try:
+        profiled.save(profiler.case, node, (x, x), file=file, backend="triton")
+        text = profiler.profile("beam")
+    except ValueError as error:
+        pytest.skip(str(error))
+    finally:
+        profiler.close()
+    head, columns, *rows = text.splitlines()
+    assert head.startswith("Nsight Compute: 1 kernels, ") and columns.startswith("us | DRAM %")
+    (cells,) = (row.split(" | ") for row in rows)
+    assert "swiglu" in cells[-1]
+    assert 0.5 < float(cells[0]) < 1000 and 8 <= float(cells[5]) <= 255

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from harness import memcheck
-from harness.memcheck import Checked, Ran, check, read
+from harness.memcheck import Asked, Checked, Ran, check, check_all, read
 from harness.records import Verdict
+from harness.workload import Workload
 from tests.harness.judged import TOY, toy
 
 CLEAN = """========= COMPUTE-SANITIZER
@@ -45,6 +46,10 @@ CHANGE = Change(
 """
 
 
+def asked(change: str = "nope", region: str = "add_norm") -> Asked:
+    return Asked(change=change, region=region, backend="torch", seed=0)
+
+
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """A program of that name that is Python, first on the path, on a device that it is for."""
     program = folder / "bin" / memcheck.PROGRAM
@@ -72,10 +77,10 @@ def test_findings_are_read_in_words() -> None:
 def test_nothing_is_checked_on_a_cpu_and_an_absent_tool_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert check(toy(), "nope", "add_norm", "torch", 0) == Checked()
+    assert check(toy(), asked()) == Checked()
     monkeypatch.setattr(memcheck, "applies", lambda device: True)
     monkeypatch.setenv("PATH", "")
-    told = check(toy(), "nope", "add_norm", "torch", 0)
+    told = check(toy(), asked())
     assert told.reason is None and told.notes[0].startswith("compute-sanitizer is not installed")
     assert told.joined(PASSED).passed and told.joined(PASSED).notes == ("a", *told.notes)
 
@@ -84,11 +89,11 @@ def test_an_error_of_the_change_alone_is_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = f"""tool = sys.argv[sys.argv.index("--tool") + 1]
-wrong = tool == "racecheck" and sys.argv[-1] != "plain"
+wrong = tool == "racecheck" and "--plain" not in sys.argv
 print({RACE!r} if wrong else {CLEAN!r})
 """
     install(tmp_path, monkeypatch, body)
-    found = check(toy(), "nope", "add_norm", "torch", 0)
+    found = check(toy(), asked())
     assert found.reason is not None
     assert found.reason.startswith("compute-sanitizer racecheck: 1 error(s): Error: Race reported")
     assert found.notes == ("compute-sanitizer memcheck: no error in 2 calls of add_norm",)
@@ -104,7 +109,7 @@ def test_an_error_of_the_reference_too_and_a_tool_that_hangs_are_told(
 print({WRONG!r})
 """
     install(tmp_path, monkeypatch, body)
-    found = check(toy(), "nope", "add_norm", "torch", 0, limit_s=1.0)
+    found = check(toy(), asked(), limit_s=1.0)
     assert found.reason is None
     assert found.notes == (
         "compute-sanitizer memcheck: errors, but the reference has them, too",
@@ -126,5 +131,83 @@ print({CLEAN!r})
     path = tmp_path / "tells.py"
     path.write_text(CHANGE)
     assert toy().name == TOY
-    assert check(toy(), str(path), "add_norm", "torch", 0).reason is None
+    assert check(toy(), asked(str(path))).reason is None
     assert log.read_text() == "CALLED 2\nCALLED 2\n"
+
+
+def test_several_changes_share_a_process_until_something_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second's fault is laid to it alone, by a process for each."""
+    log = tmp_path / "log"
+    body = f"""tool, folders = sys.argv[2], [w[-2:] for w in sys.argv[8:] if w != "--plain"]
+plain = "--plain" in sys.argv
+open({str(log)!r}, "a").write(f"{{tool}} {{' '.join(folders)}}{{' plain' * plain}}\\n")
+print({WRONG!r} if tool == "memcheck" and "01" in folders and not plain else {CLEAN!r})
+"""
+    install(tmp_path, monkeypatch, body)
+    first, second, third = check_all(toy(), [asked(), asked("bad"), asked(region="mixture")])
+    assert first == Checked(None, tuple(
+        f"compute-sanitizer {tool}: no error in 2 calls of add_norm"
+        for tool in ("memcheck", "racecheck")
+    ))  # fmt: skip
+    assert second.notes == () and str(second.reason).startswith("compute-sanitizer memcheck: 32 ")
+    assert third.reason is None and third.notes[1].endswith("no error in 2 calls of mixture")
+    assert log.read_text().splitlines() == [
+        "memcheck 00 01 02",
+        "memcheck 00",
+        "memcheck 01",
+        "memcheck 01 plain",
+        "memcheck 02",
+        "racecheck 00 02",
+    ]
+    told = second.named("bad").joined(PASSED)
+    assert not told.passed and str(told.reason).startswith("bad: compute-sanitizer memcheck")
+
+
+def test_nobody_is_run_where_nothing_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, "raise SystemExit(9)")
+    assert check_all(toy(), []) == []
+
+
+BEYOND = """
+import torch, triton
+import triton.language as tl
+from optimized.change import Change, Contract, Implementation
+
+
+@triton.jit
+def _beyond(ptr, N: tl.constexpr):
+    tl.store(ptr + N + tl.arange(0, 128), 1.0)
+
+
+def build(node, knobs):
+    def forward(*args):
+        _beyond[(1,)](torch.zeros(1024, device=args[0].device), N=1024)
+        return node.forward(*args)
+    return forward
+
+
+CHANGE = Change(
+    name="beyond", region="add_norm", summary="writes behind a tensor",
+    contract=Contract(numerics="reduction"),
+    implementations=(Implementation(backend="torch", devices=("cuda",), build=build),),
+)
+"""
+
+
+@pytest.mark.gpu
+def test_a_write_behind_a_tensor_is_found_on_a_card(tmp_path: Path) -> None:
+    """Where the tool can look at the card at all; where not, its words are the note."""
+    path = tmp_path / "beyond.py"
+    path.write_text(BEYOND)
+    (tells := tmp_path / "tells.py").write_text(CHANGE)
+    work = Workload.load(TOY, "auto", "cuda")
+    found, honest = check_all(work, [asked(str(path)), asked(str(tells))])
+    if found.notes and "not done" in found.notes[0]:
+        pytest.skip(f"no compute-sanitizer for this card: {found.notes[0]}")
+    assert str(found.reason).startswith("compute-sanitizer memcheck: ")
+    assert "Invalid __global__ write" in str(found.reason)
+    assert honest.reason is None and all("no error" in note for note in honest.notes)
