@@ -127,8 +127,9 @@ def distance_limit(tally: Tally, case: str, elements: int) -> float:
     by which two roundings differ. Cases without noise replays of their own are typical ones, and
     pooled.
 
-    Noise that flips an interior rounding is rare, and may not have been seen where what follows
-    magnifies it: a flip moves a value by a unit, eliding its rounding by half of one at most."""
+    Where no noise was seen at all, what an interior rounding that flips moves is: what follows may
+    magnify a flip, which is rare; it moves a value by a unit, eliding its rounding by half of one
+    at most."""
     noise = tally.noise.get(case)
     if noise is None:
         elements = tally.elements
@@ -140,7 +141,7 @@ def distance_limit(tally: Tally, case: str, elements: int) -> float:
         return 1.0
     # Few flips make a distance, each rare: its tail falls as an exponential's, not as a normal's.
     seen = max(n.worst for n in group) * bounds.extreme_factor(elements, draws) ** 2
-    return 1.0 + max(seen, 2 * tally.self_noise.elided)
+    return 1.0 + (seen or 2 * tally.self_noise.elided)
 
 
 def golden_errors(tally: Tally) -> tuple[float, float]:
