@@ -33,11 +33,11 @@ test: ## The tests, on two workers (ARGS go to pytest)
 
 slow: ## The tests that take minutes: whole runs, killed and continued
 	@tools/setup.sh test
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not long" $(ARGS)
 
 long: ## The tests for before a release: a Ray cluster, notebooks, long conversations
 	@tools/setup.sh test
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m long $(ARGS)
 
 lint: ## ruff, pyright and the import contracts
 	@tools/setup.sh lint

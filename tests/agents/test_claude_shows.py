@@ -30,7 +30,7 @@ from tests.agents.agent_run import (
 from tests.agents.fake_api import FakeApi, Step, call, calls
 from tests.agents.test_claude_run import BREAKS, CHEATS, HONEST, submits, words, writes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # one fixture: a whole run
 
 # Operators that change nothing: a change without them is faster on any machine, and measured for so
 # long it is surely faster on a busy one, too.
@@ -178,6 +178,7 @@ def test_the_users_checkout_stays_byte_for_byte_as_it_was(shown: Shown) -> None:
         assert part in message
 
 
+@pytest.mark.long
 def test_its_record_is_replayed_without_key_or_network_to_the_same_decisions(shown, tmp_path):
     """Its first answers, up to the honest change."""
     lines = trajectory(shown.run)

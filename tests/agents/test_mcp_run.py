@@ -16,7 +16,7 @@ SERVER = Path(__file__).with_name("mcp_run.py").relative_to(ROOT)
 LIMITS = "--budget-minutes", "10"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_coding_agent_writes_submits_and_hears_the_decision(tmp_path: Path) -> None:
     """It cheats and is refused, leaves while the run verifies, comes back, and is judged fairly."""
     directory = begun(tmp_path / "run", "mcp")

@@ -148,7 +148,7 @@ def test_a_finished_run_gets_them_later_and_stays_as_it_ended(tmp_path: Path) ->
     assert text.count("| **slower:** decode ") == lost
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_while_a_change_is_timed_it_goes_on_in_a_new_process(tmp_path: Path) -> None:
     ledger = kept_run.kept(tmp_path)
     words = "--other-targets", "only", "--budget-minutes", "1"

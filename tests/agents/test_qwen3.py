@@ -129,7 +129,7 @@ def test_a_norm_that_rounds_once_is_refused_by_the_librarys_own_line(workload: W
     assert "modeling_qwen3_moe.py" in found.reason
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_loop_profiles_it_proposes_and_decides(workload: Workload, tmp_path: Path) -> None:
     budget = Budget(0.5)
     ledger = Ledger.create(tmp_path / "run")
