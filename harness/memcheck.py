@@ -184,7 +184,7 @@ def run_tool(
     environment = scrubbed(str(top)) | {
         # Tensors of their own: in a shared segment nothing is out of bounds.
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))).rstrip(":")
+        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))).rstrip(":"),
     }
     process = subprocess.Popen(
         command,
