@@ -80,9 +80,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--target",
         nargs="+",
-        default=["decode-bs1"],
         metavar="T",
-        help="what is timed beside the prefill; with --plan, or several: these alone",
+        help="what is timed beside the prefill, default decode-bs1; with --plan, or several: these "
+        "alone",
     )
     bench.add_argument("--minutes", type=positive, default=10.0, help="for all baselines")
     add_bench(bench)

@@ -22,24 +22,27 @@ PREFILL = "prefill-8x2048"
 DECODE = "decode-bs1"
 
 
-# Of what each flag of the bench says something; without it the baselines are benched.
+# What may be benched in the baselines' place, and of which of it each flag says something.
+MODES = "peers", "evaluations", "curve", "plan"
 FLAGS = {
     "rows": ("peers",),
     "against": ("peers",),
     "cold_l2": ("peers",),
+    "plan": ("peers", "curve", "plan"),
     "beyond_domain": ("curve", "plan"),
     "candidates": ("evaluations",),
+    "target": ("", "plan"),
 }
 
 
 def bench(a: argparse.Namespace) -> int:
     require_folder(a.out)
+    mode = next((name for name in MODES if getattr(a, name)), "")
     for flag, wanted in FLAGS.items():
-        if getattr(a, flag) and not any(getattr(a, name) for name in wanted):
-            needed = " or ".join(f"--{name}" for name in wanted)
-            raise UserError(
-                f"--{flag.replace('_', '-')} is for {needed}; give that, or leave it out"
-            )
+        if getattr(a, flag) and mode not in wanted:
+            needed = " or ".join(f"--{name}" for name in wanted if name and name != flag)
+            said = flag.replace("_", "-")
+            raise UserError(f"--{said} is for {needed}; give that, or leave it out")
     if a.peers:
         from harness.command_peers import peers
 
@@ -52,6 +55,7 @@ def bench(a: argparse.Namespace) -> int:
         from harness.command_curve import curves
 
         return curves(a)
+    a.target = a.target or [DECODE]
     if a.plan or len(a.target) > 1:
         from harness.command_steps import steps
 

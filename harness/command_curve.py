@@ -2,19 +2,16 @@
 
 import argparse
 import json
-import logging
 import time
-from dataclasses import replace
 
 from harness import cli
 from harness.bench_curve import REFERENCE, Point, curve, targets
+from harness.bench_plan import hearing, planned
 from harness.ceilings import measure_ceilings
 from harness.command_bench import progress, write
-from harness.command_peers import load_plan
 from harness.environment import environment
-from harness.errors import ExitCode, UserError
+from harness.errors import ExitCode
 from harness.workload import Workload
-from optimized.change import share
 
 
 def curves(a: argparse.Namespace) -> int:
@@ -22,26 +19,15 @@ def curves(a: argparse.Namespace) -> int:
     deadline = time.monotonic() + 60 * a.budget_minutes
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     here = environment(workload.device)
-    plan = load_plan(a.plan, workload.name, here.device_name)
     progress(f"{workload.name} {workload.preset} on {here.device_name}")
-    said = Said()
-    logging.getLogger("optimized").addHandler(said)
-    models = {REFERENCE: workload.model}
-    if plan is not None:
-        if a.beyond_domain:
-            changes = tuple(replace(change, domain=None) for change in plan.changes)
-            plan = replace(plan, changes=changes)
-        tree = share(workload.model)  # applied before any graph: packing moves the weights
-        try:
-            plan.apply(tree)
-        except ValueError as error:
-            raise UserError(f"{a.plan}: {error}") from error
-        models["plan"] = tree
-    ceilings = measure_ceilings(workload.device)
-    chosen = targets(a.curve, toy=workload.toy)
-    made = curve(workload, models, chosen, deadline=deadline, ceilings=ceilings, note=progress)
-    points = sorted(made, key=lambda p: (p.context, p.batch, list(models).index(p.model)))
-    logging.getLogger("optimized").removeHandler(said)
+    with hearing() as said:
+        models = {REFERENCE: workload.model}
+        if (tree := planned(a, workload)) is not None:
+            models["plan"] = tree
+        ceilings = measure_ceilings(workload.device)
+        chosen = targets(a.curve, toy=workload.toy)
+        made = curve(workload, models, chosen, deadline=deadline, ceilings=ceilings, note=progress)
+        points = sorted(made, key=lambda p: (p.context, p.batch, list(models).index(p.model)))
     output = {
         "curve": a.curve,
         "model": workload.name,
@@ -60,18 +46,6 @@ def curves(a: argparse.Namespace) -> int:
         show(points, said.lines)
     timed = any(point.step is not None for point in points)
     return ExitCode.DONE if timed else ExitCode.OUT_OF_BUDGET
-
-
-class Said(logging.Handler):
-    """Keeps what the changes warn of once: above all where the reference runs in their place."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if (line := record.getMessage()) not in self.lines:
-            self.lines.append(line)
 
 
 def show(points: list[Point], notes: list[str]) -> None:

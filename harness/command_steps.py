@@ -2,20 +2,19 @@
 
 import argparse
 import json
-import logging
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
 from harness import cli
 from harness.bench_curve import free
+from harness.bench_plan import Said, hearing, planned
 from harness.bench_steps import StepFigures, figures
 from harness.ceilings import measure_ceilings
 from harness.command_bench import interval, machine, progress, write
-from harness.command_curve import Said
-from harness.command_peers import load_plan
 from harness.environment import environment
-from harness.errors import ExitCode, UserError
-from harness.workload import Workload
-from optimized.change import share
+from harness.errors import ExitCode
+from harness.records import Environment
+from harness.workload import Target, Workload
 
 
 def steps(a: argparse.Namespace) -> int:
@@ -23,22 +22,33 @@ def steps(a: argparse.Namespace) -> int:
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     targets = [workload.target(name) for name in a.target]
     here = environment(workload.device)
-    plan = load_plan(a.plan, workload.name, here.device_name)
-    said = Said()
-    logging.getLogger("optimized").addHandler(said)
-    tree = None
-    if plan is not None:
-        if a.beyond_domain:
-            changes = tuple(replace(change, domain=None) for change in plan.changes)
-            plan = replace(plan, changes=changes)
-        tree = share(workload.model)  # applied before any graph: packing moves the weights
-        try:
-            plan.apply(tree)
-        except ValueError as error:
-            raise UserError(f"{a.plan}: {error}") from error
     progress(f"{workload.name} {workload.preset} on {here.device_name}")
+    with hearing() as said:
+        output, found = measured(a, workload, targets, here, said)
+    if a.json:
+        print(json.dumps(output, indent=2))
+    else:
+        print(f"{workload.name} {workload.preset}; {machine(here)}")
+        for one in found:
+            show(one)
+        for line in said.lines:
+            print(f"note: {line}")
+    slower = any(one.pair is not None and one.pair.is_slower for one in found)
+    return ExitCode.FOUND if slower else ExitCode.DONE
+
+
+def measured(
+    a: argparse.Namespace,
+    workload: Workload,
+    targets: Sequence[Target],
+    here: Environment,
+    said: Said,
+) -> tuple[dict[str, Any], list[StepFigures]]:
+    """All targets, with what is written after each: the next may not fit."""
+    tree = planned(a, workload)
     ceilings = None if workload.toy else measure_ceilings(workload.device)
     found: list[StepFigures] = []
+    output: dict[str, Any] = {}
     for target in targets:
         free(workload.device)  # of the last one's cache
         found.append(
@@ -53,18 +63,8 @@ def steps(a: argparse.Namespace) -> int:
             "steps": [one.to_json() for one in found],
             "notes": said.lines,
         }
-        write(a.out, "steps.json", output)  # after each: the next may not fit
-    logging.getLogger("optimized").removeHandler(said)
-    if a.json:
-        print(json.dumps(output, indent=2))
-    else:
-        print(f"{workload.name} {workload.preset}; {machine(here)}")
-        for one in found:
-            show(one)
-        for line in said.lines:
-            print(f"note: {line}")
-    slower = any(one.pair is not None and one.pair.is_slower for one in found)
-    return ExitCode.FOUND if slower else ExitCode.DONE
+        write(a.out, "steps.json", output)
+    return output, found
 
 
 def show(one: StepFigures) -> None:

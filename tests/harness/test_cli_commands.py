@@ -139,6 +139,9 @@ BAD = [
     (["bench", "--curve", "batch", "--out", "/proc/x"], "--out /proc/x: .*; name a folder to wri"),
     (["mutants", "--out", "/proc/x"], "--out /proc/x: .*; name a folder to write into"),
     (["bench", "--peers", "--against", "nope"], "no peer's name begins with 'nope'; known: PyTor"),
+    (["bench", "--evaluations", "--plan", "x"], "--plan is for --peers or --curve; give that, or"),
+    (["bench", "--peers", "--plan", "x", "--beyond-domain"], "--beyond-domain is for --curve or -"),
+    (["bench", "--peers", "--target", "decode-bs1"], "--target is for --plan; give that, or leav"),
     (["bench", "--rows", "1"], "--rows is for --peers; give that, or leave it out"),
     (
         ["bench", "--peers", "--beyond-domain"],
