@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from harness import verdicts
 from harness.jobs import Pool, Task
 from harness.judge import self_test
 from harness.misuse import Mutant
@@ -134,11 +135,14 @@ def judge_part(region: str, places: list[int], worker: Surveyor) -> list[Outcome
 
 
 def judge_right(regions: list[str], place: int, seeds: range, worker: Surveyor) -> list[Honest]:
-    """Verdicts on one right change, as many as the budget allows."""
+    """Verdicts on one right change, as many as the budget allows; none on a region that the
+    reference does not call, of which nothing can be said."""
     change = honest_changes(worker.workload, regions)[place]
     found: list[Honest] = []
     if not worker.survey.spent:
         for verdict in judge_honest(worker.workload, [change], iter(seeds), len(seeds)):
+            if verdict.reason == verdicts.UNCALLED:
+                break
             found.append(verdict)
             if worker.survey.spent:
                 break
@@ -225,8 +229,8 @@ class _Schedule:
                 f"{seen.survived} survived, {seen.equivalent} equivalent; {spent:.1f} s"
             )
 
-    def judged_right(self, place: int, verdicts: list[Honest]) -> None:
-        for verdict in verdicts:
+    def judged_right(self, place: int, found: list[Honest]) -> None:
+        for verdict in found:
             self.honest.setdefault(place, []).append(verdict)
             done = sum(map(len, self.honest.values()))
             word = "accepted" if verdict.accepted else f"REJECTED: {verdict.reason}"

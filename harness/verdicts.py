@@ -13,6 +13,7 @@ from harness.weigh import Evidence
 NOT_VISIBLE = "not visible"
 NEITHER = "neither"  # most elements equal neither replay: something else is wrong
 OPPOSITE = {"kept": "elided", "elided": "kept", "added": "kept"}
+UNCALLED = "nothing was judged: the reference calls none of these modules"
 
 
 def verdict(
@@ -26,7 +27,7 @@ def verdict(
 ) -> Verdict:
     """The record, from all that was pooled."""
     if not exam.cases:
-        exam.faults.add("call", "nothing was judged: the reference calls none of these modules")
+        exam.faults.add("call", UNCALLED)
     if exam.unknown:
         names = ", ".join(f"`{name}`" for name in exam.unknown)
         exam.faults.add("policy", f"its contract names {names}, which the region does not round at")

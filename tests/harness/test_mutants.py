@@ -34,7 +34,9 @@ from harness.survey import (
     judge_mutant,
     regions_of,
 )
+from harness.surveyor import Survey, Surveyor, judge_right
 from harness.trees import same_bits
+from harness.workload import Workload
 from optimized.change import Contract, share
 from tests.harness.judged import TOY, case_of, change, judged, mini, toy
 
@@ -358,3 +360,12 @@ def test_what_is_found_decides_the_exit_code() -> None:
     assert exit_code(outcomes, [replace(right, accepted=False)]) == ExitCode.FOUND
     assert exit_code([replace(outcomes[0], status=SURVIVED)], [right]) == ExitCode.FOUND
     assert exit_code([], []) == ExitCode.OUT_OF_BUDGET
+
+
+def test_a_region_that_no_step_calls_is_no_wrong_rejection() -> None:
+    """A decoder's steps call no encoder: nothing is judged there, and nothing counts."""
+    survey = Survey(model="muse-spark", preset="mini", device="cpu", seed=0)
+    worker = Surveyor(survey, Workload.load("muse-spark", "mini", "cpu"))
+    assert judge_right(["gelu_mlp"], 0, range(1, 2), worker) == []
+    (soft_cap,) = judge_right(["soft_cap"], 0, range(1, 2), worker)
+    assert soft_cap.accepted and soft_cap.cases > 0
