@@ -114,6 +114,8 @@ class _Tuned:
         return replace_forward(self.call.node, self.change, self.implementation, knobs)
 
     def run(self, values: Values) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a thread of its own begins without a context of the card
         with torch.no_grad():
             self.candidate(values)(*self.call.args)
 

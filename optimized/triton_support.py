@@ -32,6 +32,7 @@ EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 INTERPRETED_DOT = tl.constexpr(INTERPRETED)
 LOG2_E_HIGH = tl.constexpr(1.4426950216293335)  # log2(e) rounded to FP32
 LOG2_E_LOW = tl.constexpr(1.9259629911783190e-08)  # and what that lacks
+EXP_STEP = tl.constexpr(0.0057249800302088261)  # log2(e) / 252
 
 
 # Programmatic dependent launch needs a Hopper GPU or a later one.
@@ -152,12 +153,13 @@ def prefetch(pointer, BYTES: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constex
 
 @triton.jit
 def exp_fp32(x):
-    """e^x in FP32 to 2 ULP, for any x; the arithmetic of CUDA's `expf`.
+    """e^x in FP32 to 2 ULP, for any x; on an NVIDIA GPU the bits of CUDA's `expf`, and so PyTorch's.
 
     `tl.exp` multiplies by log2(e) in one FP32 step, which at |x| = 10 costs 10 ULP.
     """
-    power = tl.floor(x * LOG2_E_HIGH + 0.5)
-    power = tl.minimum(tl.maximum(power, -126.0), 127.0)
+    share = tl.minimum(tl.maximum(tl.fma(x, EXP_STEP, 0.5), 0.0), 1.0)
+    power = tl.floor(share * 252.0)  # 126 more than the exponent, which is log2(e) x rounded down
+    power = tl.where(tl.fma(share, 252.0, -power) < 0.0, power - 1.0, power) - 126.0
     rest = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E_HIGH, -power))
     scale = ((power.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
     return tl.exp2(rest) * scale

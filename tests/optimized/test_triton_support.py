@@ -137,6 +137,15 @@ def test_functions_are_as_accurate_as_pytorchs():
         assert ours_off <= theirs_off + 1
 
 
+@pytest.mark.gpu
+def test_functions_are_pytorchs_bit_for_bit_on_a_card():
+    x = torch.cat((torch.randn(2**20) * 12, torch.randn(2**20))).to(DEVICE)
+    exponential, sigmoid, silu, _ = _evaluate(x)
+    assert same_bits(exponential, torch.exp(x))
+    assert same_bits(sigmoid, torch.sigmoid(x))
+    assert same_bits(silu, torch.nn.functional.silu(x))
+
+
 @needs_kernels
 def test_functions_at_the_ends():
     x = torch.zeros(1024)
