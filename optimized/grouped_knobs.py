@@ -13,9 +13,9 @@ FULL_TILES = 192  # pairs an expert, from which large tiles are mostly full
 MIN_COLUMNS = 16  # of a tensor core's product
 MAX_BOX = 256  # rows that the copy engine moves at a time
 BARRIERS = 256  # bytes of shared memory at most that tell when its copies are done
-# Gate and up of these for 128 rows are as many sums as 8 warps have registers for. What limits an
-# H200 is how fast tiles come from its L2 cache, about 7.5 TB/s: with 128 columns the first product
-# ran at 577 TFLOP/s (F = 320, 2026-11-30), and these read 12% less.
+# Gate and up of these for 128 rows are as many sums as 8 warps have registers for. They read 12%
+# less than 128 columns do, but were slower on an H200 (F = 320, 2026-11-30): 1522 us, 1489 with the
+# copy engine, against 1476 for 128 columns without it (1635 with it).
 WIDE_COLUMNS = 160
 
 
@@ -45,11 +45,12 @@ class GroupedKnobs:
     def heuristic(cls, shape: Mapping[str, int]) -> "GroupedKnobs":
         an_expert = shape["P"] // shape["E"]
         up = min(128, _power(shape["F"]))
-        if an_expert >= FULL_TILES and shape["F"] % WIDE_COLUMNS == 0:
-            up = WIDE_COLUMNS
         down = min(256, _power(shape["D"]))
         up_block, down_block = (min(64, _power(shape[name])) for name in ("D", "F"))
         if an_expert >= FULL_TILES:
+            # The second product took 950 us of an H200 through 10 tiles with the copy engine, 957
+            # through 4, and 1007 without it (16384 tokens of a TP8 rank of Beam, 2026-11-30).
+            bulk = _boxes(shape)
             return cls(
                 row_tile=128,
                 up_columns=up,
@@ -61,8 +62,8 @@ class GroupedKnobs:
                 down_block=down_block,
                 down_stages=3,
                 down_warps=8,
-                down_span=4,
-                down_bulk=_boxes(shape),
+                down_span=10 if bulk else 4,
+                down_bulk=bulk,
             )
         row_tile = min(64, max(16, triton.next_power_of_2(an_expert)))
         return cls(

@@ -149,6 +149,15 @@ def test_tuned_by_the_number_of_pairs():
         assert type(kind(**values)) is type(chosen)
 
 
+def test_heuristic_is_what_was_fastest_on_an_h200():
+    """131072 pairs of a TP8 rank of Beam: the first product without the copy engine, the second
+    with it; rows that it cannot address stay without."""
+    chosen = GroupedKnobs.heuristic({"P": 131072, "E": 256, "D": 5120, "F": 320})
+    assert (chosen.up_columns, chosen.up_bulk) == (128, False)
+    assert (chosen.down_bulk, chosen.down_span) == (True, 10)
+    assert not GroupedKnobs.heuristic({"P": 131072, "E": 256, "D": 5120, "F": 324}).down_bulk
+
+
 @pytest.mark.parametrize("inner", [24, 64, 320, 1280, 2560])
 def test_heuristic_is_valid(inner):
     for pairs in (65, 1024, 16384, 131072):

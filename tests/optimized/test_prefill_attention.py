@@ -174,7 +174,9 @@ def test_heuristic_is_valid():
         for dim in (16, 64, 128, 256):
             for masked in (0, 1):
                 shape = {"B": 8, "T": 2048, "S": 2560, "G": group, "d": dim, "masked": masked}
-                assert PrefillKnobs.heuristic(shape).is_valid(shape), shape
+                knobs = PrefillKnobs.heuristic(shape)
+                assert knobs.is_valid(shape), shape
+                assert knobs.stages == (2 if dim > 128 and not masked else 3), shape
 
 
 @pytest.mark.gpu
