@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from optimized.expert_sort import SortedPairs, sort_pairs
 from optimized.grouped_down import grouped_down_kernel
-from optimized.grouped_knobs import WIDE_COLUMNS, GroupedKnobs, parts
+from optimized.grouped_knobs import GroupedKnobs, parts
 from optimized.grouped_up import grouped_up_kernel
 from optimized.triton_support import OfflineCase, launch
 
@@ -152,14 +152,14 @@ def _cases(knobs: GroupedKnobs, width: int, inner: int, rounded: bool) -> list[O
 
 def offline_cases() -> list[OfflineCase]:
     """A prefill of 16384 tokens and a decode of 128, on one of eight tensor-parallel ranks: experts
-    5120 wide, also with wider tiles and the other way to fetch the first weight, and the first
-    product of experts 4096 wide with silu rounded."""
+    5120 wide, also with the other way to fetch the first weight, and the first product of experts
+    4096 wide with silu rounded."""
     cases = []
     for pairs in (131072, 1024):
         knobs = GroupedKnobs.heuristic({"P": pairs, "E": 256, "D": 5120, "F": 320})
         cases += _cases(knobs, 5120, 320, False)
         if pairs == 131072:
-            other = replace(knobs, up_bulk=not knobs.up_bulk, up_columns=WIDE_COLUMNS)
+            other = replace(knobs, up_bulk=not knobs.up_bulk)
             cases.append(_cases(other, 5120, 320, False)[0])
         knobs = GroupedKnobs.heuristic({"P": pairs, "E": 256, "D": 4096, "F": 512})
         cases.append(_cases(knobs, 4096, 512, True)[0])
