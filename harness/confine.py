@@ -43,6 +43,7 @@ CAPABILITIES = 64
 
 # Read and executed by any Python program, and by the compilers that candidates call.
 SYSTEM = "/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/proc", "/sys", "/opt"
+OWN_THREADS = "/proc/self/task"
 DEVICES = "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 PACKAGES = "reference", "optimized", "harness"
 # What a kernel never needs and an attacker does.
@@ -244,6 +245,16 @@ def devices() -> list[str]:
     return [*DEVICES, *map(str, cards), *map(str, sorted(Path("/dev/nvidia-caps").glob("*")))]
 
 
+def allow_naming_threads(rules: Any) -> None:
+    """CUDA does not start where it may not name its threads (driver 580, 2026-11-30). Of this
+    process's threads only, not of those that it starts."""
+    from landlock import FSAccess
+
+    os.open(OWN_THREADS, os.O_PATH)  # held for good: the rule is about this very folder
+    name = FSAccess.READ_FILE | FSAccess.WRITE_FILE | FSAccess.TRUNCATE
+    rules.allow(OWN_THREADS, rules=name | FSAccess.READ_DIR)
+
+
 def _landlock(folder: str, extra: Iterable[str], shm: bool) -> None:
     from landlock import FSAccess, Ruleset, landlock_abi_version
 
@@ -259,6 +270,8 @@ def _landlock(folder: str, extra: Iterable[str], shm: bool) -> None:
         rules.allow(path, rules=look if os.path.isdir(path) else look_file)
     for path in devices():
         rules.allow(path, rules=use)
+    if len(devices()) > len(DEVICES):
+        allow_naming_threads(rules)
     for path in (folder, "/dev/shm") if shm else (folder,):
         rules.allow(path, rules=newest)
     rules.apply()

@@ -72,6 +72,7 @@ def _only(writable: Iterable[str], readable: Iterable[str] | None) -> None:
     for path in writable:
         if os.path.isdir(path):
             rules.allow(path, rules=all_rights)
+    confine.allow_naming_threads(rules)
     rules.apply()
 
 

@@ -85,6 +85,25 @@ def test_nothing_is_checked_on_a_cpu_and_an_absent_tool_is_told(
     assert told.joined(PASSED).passed and told.joined(PASSED).notes == ("a", *told.notes)
 
 
+def test_a_tool_has_a_folder_to_write_in_and_says_nothing_of_refused_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = f"""import os
+folder = os.environ["TMPDIR"]
+assert os.path.isdir(folder) and not os.listdir(folder), folder
+tool = sys.argv[sys.argv.index("--tool") + 1]
+quiet = "--report-api-errors no" in " ".join(sys.argv)
+assert quiet == (tool == "memcheck"), sys.argv
+print({CLEAN!r})
+"""
+    install(tmp_path, monkeypatch, body)
+    found = check(toy(), asked())
+    assert found.notes == tuple(
+        f"compute-sanitizer {tool}: no error in 2 calls of add_norm"
+        for tool in ("memcheck", "racecheck")
+    )
+
+
 def test_an_error_of_the_change_alone_is_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +140,7 @@ def test_the_change_s_own_calls_run_under_the_tool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "log"
-    body = f"""child = subprocess.run(sys.argv[5:], capture_output=True, text=True)
+    body = f"""child = subprocess.run(sys.argv[sys.argv.index("-m") - 1 :], capture_output=True, text=True)
 open({str(log)!r}, "a").write(child.stdout + child.stderr)
 print({CLEAN!r})
 """
@@ -140,7 +159,7 @@ def test_several_changes_share_a_process_until_something_is_found(
 ) -> None:
     """The second's fault is laid to it alone, by a process for each."""
     log = tmp_path / "log"
-    body = f"""tool, folders = sys.argv[2], [w[-2:] for w in sys.argv[8:] if w != "--plain"]
+    body = f"""tool, folders = sys.argv[2], [w[-2:] for w in sys.argv[sys.argv.index("-m") + 2 :] if w != "--plain"]
 plain = "--plain" in sys.argv
 open({str(log)!r}, "a").write(f"{{tool}} {{' '.join(folders)}}{{' plain' * plain}}\\n")
 print({WRONG!r} if tool == "memcheck" and "01" in folders and not plain else {CLEAN!r})
