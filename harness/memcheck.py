@@ -180,7 +180,7 @@ def run_tool(
 ) -> Ran:
     """Run the calls in all `folders` under one tool, with the changes or, `plain`, without."""
     child = [sys.executable, "-m", "harness.memchecked", *["--plain"] * plain, *map(str, folders)]
-    # Calls that CUDA refuses, such as a library's question what a card can do, are no memory errors.
+    # A call that CUDA refuses, as when a library asks what a card can do, is no memory error.
     command = [program, "--tool", tool, "--print-limit", "10", *QUIET.get(tool, ()), *child]
     top = folders[0].parent
     for place in FOLDERS.values():

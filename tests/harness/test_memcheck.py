@@ -140,7 +140,8 @@ def test_the_change_s_own_calls_run_under_the_tool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "log"
-    body = f"""child = subprocess.run(sys.argv[sys.argv.index("-m") - 1 :], capture_output=True, text=True)
+    body = f"""child = sys.argv[sys.argv.index("-m") - 1 :]
+child = subprocess.run(child, capture_output=True, text=True)
 open({str(log)!r}, "a").write(child.stdout + child.stderr)
 print({CLEAN!r})
 """
@@ -159,7 +160,8 @@ def test_several_changes_share_a_process_until_something_is_found(
 ) -> None:
     """The second's fault is laid to it alone, by a process for each."""
     log = tmp_path / "log"
-    body = f"""tool, folders = sys.argv[2], [w[-2:] for w in sys.argv[sys.argv.index("-m") + 2 :] if w != "--plain"]
+    body = f"""tool, words = sys.argv[2], sys.argv[sys.argv.index("-m") + 2 :]
+folders = [w[-2:] for w in words if w != "--plain"]
 plain = "--plain" in sys.argv
 open({str(log)!r}, "a").write(f"{{tool}} {{' '.join(folders)}}{{' plain' * plain}}\\n")
 print({WRONG!r} if tool == "memcheck" and "01" in folders and not plain else {CLEAN!r})
