@@ -17,10 +17,13 @@ they are listed first (`live_blocks_kernel`). In a window of 512 that is a quart
 One rounding is added, as in every fast kernel: exp(s - the row's maximum so far) to BF16 before its
 product with v. A query that sees nothing gets zeros. The backend "torch" is the library's kernel
 without the copies of keys that the reference makes for it.
+
+Where there is no mask, the knob `engine` may name a library's kernel instead of ours
+(`optimized.prefill_engines`), with the same added rounding; tuning times them side by side.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.prefill_engines import OWN, attend, check, offered, takes
 from optimized.prefill_kernels import live_blocks_kernel, prefill_attention_kernel
 from optimized.triton_support import OfflineCase, launch, outside_domain
 
@@ -44,12 +48,13 @@ MAX_ELEMENTS = 2**31  # of a sequence's keys or mask: they are numbered in int32
 @dataclass(frozen=True, kw_only=True)
 class PrefillKnobs:
     """`rows` of queries (tokens times heads) a program, `block` keys at a time, `stages` of their
-    loads, `warps`."""
+    loads, `warps`; or the library `engine` that serves the shape, for which those say nothing."""
 
     rows: int
     block: int
     stages: int
     warps: int
+    engine: str = OWN
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "PrefillKnobs":
@@ -68,9 +73,13 @@ class PrefillKnobs:
             "block": (WORD,) if shape["masked"] else (32, 64, 128),
             "stages": (3, 5) if shape["masked"] else (2, 3, 4),
             "warps": (4, 8),
+            "engine": offered(shape),
         }
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
+        if self.engine != OWN:  # one choice each
+            plain = replace(self, engine=OWN)
+            return takes(self.engine, shape) and plain == self.heuristic(shape)
         # With a mask, a stage brings the number of a block and the next one its keys.
         copies = (self.stages + 1) // 2 if shape["masked"] else self.stages
         shared = 2 * shape["d"] * (self.rows + self.block + 2 * self.block * copies)
@@ -115,7 +124,12 @@ def guard(node: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> st
 
 
 def build(node: Any, knobs: PrefillKnobs | None):
-    """(q [B, T, H, d], k, v [B, S, Hkv, d], mask [B, T, S] bool or None) -> [B, T, H, d]."""
+    """(q [B, T, H, d], k, v [B, S, Hkv, d], mask [B, T, S] bool or None) -> [B, T, H, d].
+
+    ValueError if the knobs name an engine that is unknown or not to be had.
+    """
+    if knobs is not None:
+        check(knobs.engine)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         sizes = shape(node, q, k, v, mask)
@@ -124,6 +138,8 @@ def build(node: Any, knobs: PrefillKnobs | None):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if out.numel() == 0:
             return out
+        if chosen.engine != OWN:
+            return attend(chosen.engine, q, k, v, mask, node.scale)
         tokens = chosen.rows // group
         tiles = triton.cdiv(steps, tokens)
         bits = blocks = counts = q  # not read
