@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from agents.storage import Studies
 from optimized.change import KnobValue
+from optimized.prefill_engines import CannotPlan
 
 if TYPE_CHECKING:
     import optuna
@@ -24,7 +25,8 @@ DRAWN = 11  # of them at random, before Optuna's sampler has anything to go by
 MAX_DRAWN = 2_000  # most of which may be invalid
 MAX_ASKED = 5 * MAX_TRIALS  # of Optuna, likewise
 BATCH = 8  # compiled at once
-UNFIT = CompilationError, OutOfResources, PTXASError  # knobs that this device cannot launch
+# What knobs raise that this device cannot launch, or a library cannot serve.
+UNFIT = CompilationError, OutOfResources, PTXASError, CannotPlan
 
 
 @dataclass(frozen=True, kw_only=True)

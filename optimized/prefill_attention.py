@@ -126,7 +126,7 @@ def guard(node: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> st
 def build(node: Any, knobs: PrefillKnobs | None):
     """(q [B, T, H, d], k, v [B, S, Hkv, d], mask [B, T, S] bool or None) -> [B, T, H, d].
 
-    ValueError if the knobs name an engine that is unknown or not to be had.
+    ValueError if the knobs name an engine that is unknown or cannot run here.
     """
     if knobs is not None:
         check(knobs.engine)
