@@ -77,6 +77,7 @@ class Step:
         """Give the graph's memory back to the card; the step cannot be run any more."""
         self.output = None
         if self.graph is not None:
+            torch.cuda.synchronize(self.device)  # a replay that still runs would lose its memory
             self.graph.reset()
             self.graph = None
             torch.cuda.empty_cache()
