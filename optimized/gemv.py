@@ -7,6 +7,8 @@ takes 8.9 us (2026-11-29). So what counts is how many loads are in flight, not a
 M = 1: a program sums `rows` outputs on CUDA cores, loads of 16 bytes a thread, the loop over D
 unrolled so that all of them can be issued ahead. M = 2 to 16: tensor cores, the rows padded to 16,
 the loop pipelined.
+
+The knob `engine` has another kernel compute the product (`optimized.gemv_engines`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimized import gemv_engines
 from optimized.change import KnobValue
+from optimized.gemv_engines import CUTE, OWN, TINY
 from optimized.triton_support import (
     INTERPRETED,
     OfflineCase,
@@ -34,17 +38,33 @@ MAX_ROWS = 16  # of x; more fill the tensor cores well enough for a library's ke
 MAX_UNROLL = 32
 MAX_HELD = 160
 HELD_BY_ALL = 10_000_000  # weights, in the registers of 132 SMs with room to work
+ROW_CHOICES = {
+    "warps": (1, 2, 4, 8),
+    "rows": (1, 2, 4, 8, 16),
+    "block": (256, 512, 1024, 2048),
+    "stages": (1,),
+}
+FEW_ROWS_CHOICES = {
+    "warps": (2, 4, 8),
+    "rows": (16, 32, 64, 128),
+    "block": (64, 128, 256, 512),
+    "stages": (2, 3, 4, 6),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemvKnobs:
     """`warps` of a thread block, the `rows` of W it multiplies, `block` columns of W at a time, and
-    `stages` of the pipelined loop (M > 1). Sizes are M, O and D."""
+    `stages` of the pipelined loop (M > 1). Sizes are M, O and D.
+
+    `engine` is whose kernel it is; what says nothing to it has the first of its candidates.
+    """
 
     warps: int
     rows: int
     block: int
     stages: int
+    engine: str = OWN
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "GemvKnobs":
@@ -65,21 +85,17 @@ class GemvKnobs:
 
     @classmethod
     def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
-        if shape["M"] > 1:
-            return {
-                "warps": (2, 4, 8),
-                "rows": (16, 32, 64, 128),
-                "block": (64, 128, 256, 512),
-                "stages": (2, 3, 4, 6),
-            }
-        return {
-            "warps": (1, 2, 4, 8),
-            "rows": (1, 2, 4, 8, 16),
-            "block": (256, 512, 1024, 2048),
-            "stages": (1,),
-        }
+        engines = gemv_engines.offered(shape)
+        choices = ROW_CHOICES if shape["M"] == 1 else FEW_ROWS_CHOICES
+        if engines == (OWN,):
+            return choices
+        if CUTE in engines and shape["M"] > 1:
+            choices = {**choices, "warps": (*choices["warps"], 16)}
+        return {**choices, "engine": engines}
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
+        if self.engine != OWN:
+            return self._fits(shape)
         if any(n < 1 or n & (n - 1) for n in (self.warps, self.rows, self.block)):
             return False
         values = self.rows * self.block
@@ -88,6 +104,17 @@ class GemvKnobs:
             return self.stages == 1 and values // self.warps <= 2048 and loops <= MAX_UNROLL
         staged = (values + 16 * self.block) * 2 * self.stages  # bytes of shared memory
         return self.rows >= 16 and self.block >= 32 and staged <= 200_000
+
+    def _fits(self, shape: Mapping[str, int]) -> bool:
+        """Whether a library's engine takes the shape with these knobs."""
+        choices = ROW_CHOICES if shape["M"] == 1 else FEW_ROWS_CHOICES
+        said = {TINY: (), CUTE: ("warps", "rows", "block")[: 3 if shape["M"] == 1 else 2]}
+        for name, values in choices.items():
+            if name not in said[self.engine] and getattr(self, name) != values[0]:
+                return False
+        if self.engine == TINY:
+            return gemv_engines.takes(TINY, shape)
+        return gemv_engines.cute_fits(shape, warps=self.warps, rows=self.rows, block=self.block)
 
 
 @triton.jit
@@ -188,6 +215,12 @@ def held_blocks(knobs: GemvKnobs, width: int) -> int:
     return min(triton.cdiv(width, knobs.block), MAX_HELD // max(1, a_block))
 
 
+def check(knobs: GemvKnobs | None) -> None:
+    """ValueError in one line where this machine lacks the knobs' engine."""
+    if knobs is not None:
+        gemv_engines.check(knobs.engine)
+
+
 def outside_rows(x: Tensor) -> str | None:
     """Why the kernels cannot read `x` [..., D], or None."""
     if row_stride(x) is None:
@@ -205,6 +238,11 @@ def multiply(x: Tensor, weight: Tensor, knobs: GemvKnobs | None = None) -> Tenso
     if y.numel() == 0:
         return y
     chosen = knobs or GemvKnobs.heuristic(shape)
+    if chosen.engine != OWN:
+        if not chosen.is_valid(shape):
+            raise ValueError(f"{chosen} do not fit a product of {shape}; tune it again")
+        gemv_engines.multiply(x, weight, y, chosen)
+        return y
     grid = (triton.cdiv(outputs, chosen.rows),)
     blocks: dict[str, Any] = {"D": width, "ROWS": chosen.rows, "BLOCK": chosen.block}
     blocks |= {"num_warps": chosen.warps, "exact": False}  # products of BF16 are exact in FP32

@@ -6,6 +6,16 @@ from typing import Any
 
 Observer = Callable[[Any, tuple[Any, ...]], AbstractContextManager[Any]]
 
+
+class LibraryKernel:
+    """A library's kernel that we launch past PyTorch's dispatcher, where an observer is told of it
+    as of one of ours."""
+
+    def __init__(self, name: str, *, library: str) -> None:
+        self.__name__ = name
+        self.library = library
+
+
 # At most one: called with the kernel and its arguments, it returns what the launch runs in.
 observers: list[Observer] = []
 

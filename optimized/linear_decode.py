@@ -36,6 +36,7 @@ def shape(node: Any, x: Tensor) -> dict[str, int]:
 
 def build(node: Any, knobs: GemvKnobs | None):
     """x [..., D] -> [..., O]."""
+    gemv.check(knobs)
 
     def forward(x: Tensor) -> Tensor:
         few = x.numel() <= gemv.MAX_ROWS * x.shape[-1]

@@ -1,16 +1,19 @@
-"""Compiling Triton kernels without a GPU: do they compile for every target, and do they spill?
+"""Compiling kernels without a GPU: do they compile for every target, and do they spill?
 
 `python -m optimized.offline [NAME...]` compiles every kernel of every change in this folder (or of
 the files called NAME) for every target and prints its registers, spills and shared memory. Kernels
 that the interpreter runs (TRITON_INTERPRET=1) cannot be compiled, so unset it, or call `report`
-which starts a process of its own.
+which starts a process of its own. Kernels in CuTe DSL are compiled for NVIDIA's targets where that
+library is installed; where it is not, a line says so.
 """
 
 import argparse
 import contextlib
 import importlib
 import io
+import itertools
 import json
+import logging
 import os
 import pkgutil
 import re
@@ -29,6 +32,8 @@ from triton.errors import TritonError
 
 from optimized.triton_support import EXACT, INTERPRETED, OfflineCase, tf32_precision
 from optimized.wgmma_operands import overwritten
+
+log = logging.getLogger(__name__)
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
@@ -183,17 +188,52 @@ def _captured_output() -> Iterator[list[str]]:
 def cases(names: Sequence[str] = ()) -> Iterator[tuple[str, OfflineCase]]:
     """Every case of every module in this folder that has `offline_cases()`, with its name; of those
     called `names` if there are any."""
-    for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if names and info.name not in names:
+    for name in _modules("offline_cases", names):
+        for case in importlib.import_module(f"optimized.{name}").offline_cases():
+            yield name, OfflineCase(*case)
+
+
+def cute_rows(names: Sequence[str] = ()) -> Iterator[Row]:
+    """The same of modules that have `cute_cases()`, compiled for NVIDIA's targets; none, and a
+    warning, without the library."""
+    for name in _modules("cute_cases", names):
+        try:
+            found = importlib.import_module(f"optimized.{name}").cute_cases()
+        except ImportError as error:
+            log.warning("kernels of %s are left out: %s; install nvidia-cutlass-dsl", name, error)
             continue
-        module = importlib.import_module(f"optimized.{info.name}")
-        for case in getattr(module, "offline_cases", list)():
-            yield info.name, OfflineCase(*case)
+        for case, target in itertools.product(found, TARGETS):
+            if TARGETS[target].backend != "cuda":
+                continue
+            used = error = None
+            try:
+                used = _nvidia(*case.binary(target), case.shared_bytes)
+            except ValueError as failure:
+                error = str(failure)
+            yield Row(
+                change=name,
+                kernel=case.kernel,
+                constexprs=dict(case.constexprs),
+                num_warps=case.num_warps,
+                target=target,
+                resources=used,
+                error=error,
+            )
+
+
+def _modules(function: str, names: Sequence[str]) -> Iterator[str]:
+    """The modules of this folder that define `function`; of `names` if there are any."""
+    folder = Path(__file__).parent
+    for info in pkgutil.iter_modules([str(folder)]):
+        if info.ispkg or (names and info.name not in names):
+            continue
+        if f"\ndef {function}()" in (folder / f"{info.name}.py").read_text():
+            yield info.name
 
 
 def compile_all(names: Sequence[str] = (), *, brief: bool = False) -> Iterator[Row]:
     """Compile every case (of the modules called `names`) for every target, one row each; with
-    `brief`, a kernel's other cases than its first for the first target alone."""
+    `brief`, a Triton kernel's other cases than its first for the first target alone."""
     seen: set[str] = set()
     for change, case in cases(names):
         every = not brief or case.kernel.__name__ not in seen
@@ -220,6 +260,7 @@ def compile_all(names: Sequence[str] = (), *, brief: bool = False) -> Iterator[R
                 resources=used,
                 error=error,
             )
+    yield from cute_rows(names)
 
 
 def report(*, brief: bool = False) -> list[Row]:

@@ -92,6 +92,7 @@ def build(node: nn.Module, knobs: Any):
 
 def build_triton(node: nn.Module, knobs: GemvKnobs | None):
     """The same, up to 16 rows by `optimized.gemv`."""
+    gemv.check(knobs)
     view = _Packed()
 
     def forward(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

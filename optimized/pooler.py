@@ -38,6 +38,7 @@ def shape(node: Any, x: Tensor, weight: Tensor, norm_weight: Tensor) -> dict[str
 
 def build(node: Any, knobs: GemvKnobs | None):
     """(x [N, D], weight [P, D], norm_weight [P]) -> [N, P], BF16."""
+    gemv.check(knobs)
 
     def forward(x: Tensor, weight: Tensor, norm_weight: Tensor) -> Tensor:
         if x.numel() <= gemv.MAX_ROWS * x.shape[-1]:

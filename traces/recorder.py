@@ -166,7 +166,10 @@ class Recorder(DispatchMode):
     def launching(self, kernel: Any, arguments: tuple[Any, ...]) -> Iterator[None]:
         """Around a launch by `optimized.triton_support.launch`, which says what it is given."""
         storages = self.values.storages(tensors(arguments))
-        with record_function(self.noted(kernel.__name__, sys._getframe(1), storages)):
+        noted = self.noted(kernel.__name__, sys._getframe(1), storages)
+        if hasattr(kernel, "library"):
+            self.launches[-1].written = False
+        with record_function(noted):
             self.told += 1
             try:
                 yield

@@ -1,0 +1,190 @@
+"""What `optimized.gemv` may be computed by: the engines, which machine has which, what they take.
+
+`triton` is `optimized.gemv`'s own kernel, `cutedsl` the one of `optimized.gemv_cute` in CuTe DSL,
+`tinygemm` FlashInfer's for 1 to 8 rows. Each rounds once, from FP32 sums. An engine is a launch
+knob, so that the shape's measured time chooses it. A library is imported, and its kernel compiled
+for a small product, when its engine is first asked for.
+"""
+
+import functools
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimized.launches import LibraryKernel, observed
+from optimized.triton_support import DependentLaunch, row_stride
+
+OWN = "triton"
+CUTE = "cutedsl"
+TINY = "tinygemm"
+ENGINES = (OWN, CUTE, TINY)
+LIBRARIES = {
+    CUTE: ("cutlass", "nvidia-cutlass-dsl"),
+    TINY: ("flashinfer.gemm", "flashinfer-python"),
+}
+SINCE = {CUTE: (8, 0), TINY: (9, 0)}  # compute capability
+
+PIECE = 8  # weights that a thread loads at once, 16 bytes
+TILE, TOKENS, CHUNK = 16, 8, 32  # rows of W, rows of x, columns of a step on tensor cores
+MAX_PIECES = 40  # of a thread in registers, four each
+HELD_BY_ALL = 320  # pieces times warps, for 65536 registers
+MAX_SHARED = 40_000, 200_000  # bytes: static for one row of x, dynamic for more
+MAX_CUTE_ROWS, MAX_TINY_ROWS = 16, 8  # of x
+
+
+class CannotServe(ValueError):
+    """Knobs with which an engine cannot be launched here."""
+
+
+TINYGEMM = LibraryKernel("tinygemm_bf16", library="FlashInfer")
+
+
+@functools.cache
+def missing(engine: str) -> str | None:
+    """Why `engine` cannot run on this machine, or None; imports its library and runs it once."""
+    if engine == OWN:
+        return None
+    module, package = LIBRARIES[engine]
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return "it needs a CUDA device"
+    if torch.cuda.get_device_capability() < SINCE[engine]:
+        major, minor = SINCE[engine]
+        return (
+            f"it needs compute capability {major}.{minor}, this is {torch.cuda.get_device_name()}"
+        )
+    try:
+        importlib.import_module(module)
+        _try(engine)
+    except Exception as error:  # noqa: BLE001, whatever a library raises that does not fit here
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        return f"{module} cannot be used ({words[0]}); install {package}"
+    return None
+
+
+def _try(engine: str) -> None:
+    x, weight = (torch.zeros(n, 256, dtype=torch.bfloat16, device="cuda") for n in (1, 16))
+    y = x.new_empty(1, 16)
+    if engine == TINY:
+        tinygemm(x, weight, y)
+    else:
+        from optimized import gemv, gemv_cute
+
+        knobs = gemv.GemvKnobs(warps=1, rows=1, block=256, stages=1, engine=engine)
+        gemv_cute.multiply(x, weight, y, knobs)
+    torch.cuda.synchronize()
+
+
+def takes(engine: str, shape: Mapping[str, int]) -> bool:
+    """Whether `engine` computes products of M rows, O outputs and D inputs."""
+    if engine == TINY:
+        return 1 <= shape["M"] <= MAX_TINY_ROWS and not shape["O"] % 16 and not shape["D"] % 64
+    if engine == CUTE:
+        step = PIECE * 32 if shape["M"] == 1 else 2 * CHUNK
+        return 1 <= shape["M"] <= MAX_CUTE_ROWS and not shape["D"] % step
+    return True
+
+
+def offered(shape: Mapping[str, int]) -> tuple[str, ...]:
+    """The engines that this machine has and that take the shape; our Triton kernel is first."""
+    return tuple(e for e in ENGINES if takes(e, shape) and missing(e) is None)
+
+
+def check(engine: str) -> None:
+    """ValueError in one line unless this machine has `engine`."""
+    if engine not in ENGINES:
+        raise ValueError(f"unknown engine {engine!r}; choose one of {', '.join(ENGINES)}")
+    if (reason := missing(engine)) is not None:
+        raise ValueError(f"engine {engine!r} cannot run here: {reason}; or take engine {OWN!r}")
+
+
+def not_in_a_graph(engine: str) -> None:
+    """ValueError while a CUDA graph is captured: what a shape's first call makes outlives it."""
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"engine {engine!r} prepares a shape at its first call, which cannot be in a CUDA "
+            "graph; make one call before the capture"
+        )
+
+
+def pieces(shape: Mapping[str, int], *, warps: int, rows: int) -> int:
+    """What a thread of the CuTe DSL kernel holds of the weight, 16 bytes each."""
+    shares = PIECE * 32 * warps  # on tensor cores four threads hold 32 columns of two rows
+    return rows * shape["D"] // shares
+
+
+def few_rows_shared(width: int, rows: int, warps: int, tiles: int) -> int:
+    """Bytes of shared memory for `tiles` of 8 rows of x, and for the warps' sums after them."""
+    return tiles * TOKENS * (2 * width + 4 * warps * rows)
+
+
+def shared_bytes(shape: Mapping[str, int], *, warps: int, rows: int, block: int) -> int:
+    """Of a thread block of the CuTe DSL kernel: x, and sums of warps that share a row of W."""
+    width = shape["D"]
+    if shape["M"] > 1:
+        return few_rows_shared(width, rows, warps, -(-shape["M"] // TOKENS))
+    sharing = block // (32 * PIECE)
+    return 2 * width + (4 * sharing * rows if sharing > 1 else 0)
+
+
+def cute_fits(shape: Mapping[str, int], *, warps: int, rows: int, block: int) -> bool:
+    """Whether a thread block of the CuTe DSL kernel shares out its work evenly and finds room.
+
+    For one row of x the threads that share a row of W load `block` columns at a time.
+    """
+    width = shape["D"]
+    if not takes(CUTE, shape):
+        return False
+    if shape["M"] == 1:
+        if block < 256 or width % block or (PIECE * 32 * warps) % block:
+            return False
+        if rows % (PIECE * 32 * warps // block) or rows > 32 * warps:
+            return False
+    elif rows % TILE or width % (CHUNK * warps):
+        return False
+    most = MAX_SHARED[shape["M"] > 1]
+    if shared_bytes(shape, warps=warps, rows=rows, block=block) > most:
+        return False
+    held = pieces(shape, warps=warps, rows=rows)
+    return 1 <= held <= MAX_PIECES and held * warps <= HELD_BY_ALL
+
+
+def multiply(x: Tensor, weight: Tensor, y: Tensor, knobs: Any) -> None:
+    """y [..., O] = x [..., D] times weight [O, D] transposed, by the library engine of `knobs`.
+
+    Rows of x that the engine cannot read where they are it gets in a copy.
+    """
+    if weight.data_ptr() % 16:
+        raise ValueError(f"engine {knobs.engine!r} takes a weight that is 16-byte aligned")
+    if knobs.engine == TINY:
+        tinygemm(x.reshape(-1, x.shape[-1]).contiguous(), weight, y.view(-1, y.shape[-1]))
+        return
+    from optimized import gemv_cute
+
+    if (row_stride(x) or 1) % PIECE:
+        x = x.contiguous()
+    gemv_cute.multiply(x, weight, y, knobs)
+
+
+def tinygemm(x: Tensor, weight: Tensor, y: Tensor) -> None:
+    """y [M, O] = x [M, D] times weight [O, D] transposed by FlashInfer's kernel; all contiguous."""
+    run = _tinygemm_bf16()
+    bias = _zeros(weight.device, len(weight))
+    with observed(TINYGEMM, (x, weight, y)):
+        run(x, weight.detach(), y, bias, use_pdl=DependentLaunch.active())
+
+
+@functools.cache
+def _tinygemm_bf16() -> Any:
+    from flashinfer.gemm import tinygemm_bf16
+
+    return tinygemm_bf16
+
+
+@functools.cache
+def _zeros(device: torch.device, outputs: int) -> Tensor:
+    """A bias; without one FlashInfer 0.6 fills such a tensor in every call, one kernel more."""
+    not_in_a_graph(TINY)
+    return torch.zeros(outputs, dtype=torch.bfloat16, device=device)
