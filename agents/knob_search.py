@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from agents.storage import Studies
 from optimized.change import KnobValue
+from optimized.gemv_engines import CannotServe
 from optimized.prefill_engines import CannotPlan
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ MAX_DRAWN = 2_000  # most of which may be invalid
 MAX_ASKED = 5 * MAX_TRIALS  # of Optuna, likewise
 BATCH = 8  # compiled at once
 # What knobs raise that this device cannot launch, or a library cannot serve.
-UNFIT = CompilationError, OutOfResources, PTXASError, CannotPlan
+UNFIT = CompilationError, OutOfResources, PTXASError, CannotPlan, CannotServe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +46,27 @@ class Space:
 
     def drawn(self, count: int) -> list[Values]:
         """`count` valid ones at random, or fewer, the same each time; the sampler learns from them.
-        Drawn here, since every trial that Optuna is asked for is written to its storage."""
+        Among the first is each word, an engine's name, that the heuristic does not say: of one
+        with few valid knobs none might be drawn. Drawn here, since every trial that Optuna is
+        asked for is written to its storage."""
         random = Random(0)
         found: list[Values] = []
-        for _ in range(MAX_DRAWN):
-            values = {name: random.choice(list(v)) for name, v in self.candidates.items()}
-            if values not in [*found, self.heuristic] and self.is_valid(values):
-                found.append(values)
-            if len(found) == count:
-                break
-        return found
+        for fixed in [*self._words(), *[{}] * count]:
+            for _ in range(MAX_DRAWN):
+                drawn = {name: random.choice(list(v)) for name, v in self.candidates.items()}
+                values = {**drawn, **fixed}
+                if values not in [*found, self.heuristic] and self.is_valid(values):
+                    found.append(values)
+                    break
+        return found[:count]
+
+    def _words(self) -> list[Values]:
+        return [
+            {name: value}
+            for name, values in self.candidates.items()
+            for value in values
+            if isinstance(value, str) and value != self.heuristic[name]
+        ]
 
     def _products(self) -> Iterator[tuple[KnobValue, ...]]:
         return itertools.product(*self.candidates.values())

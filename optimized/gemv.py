@@ -90,7 +90,8 @@ class GemvKnobs:
         if engines == (OWN,):
             return choices
         if CUTE in engines and shape["M"] > 1:
-            choices = {**choices, "warps": (*choices["warps"], 16)}
+            more = {"warps": (16,), "block": (1024,)}
+            choices = {**choices, **{k: (*choices[k], *v) for k, v in more.items()}}
         return {**choices, "engine": engines}
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
@@ -108,7 +109,7 @@ class GemvKnobs:
     def _fits(self, shape: Mapping[str, int]) -> bool:
         """Whether a library's engine takes the shape with these knobs."""
         choices = ROW_CHOICES if shape["M"] == 1 else FEW_ROWS_CHOICES
-        said = {TINY: (), CUTE: ("warps", "rows", "block")[: 3 if shape["M"] == 1 else 2]}
+        said = {TINY: (), CUTE: ("warps", "rows", "block")}
         for name, values in choices.items():
             if name not in said[self.engine] and getattr(self, name) != values[0]:
                 return False

@@ -45,7 +45,7 @@ def kernels() -> ModuleType:
 def key_of(shape: Mapping[str, int], knobs: Any, *, pdl: bool) -> Key:
     """`knobs` is a `GemvKnobs` that fits the shape."""
     tiles = 0 if shape["M"] == 1 else -(-shape["M"] // TOKENS)
-    return Key(tiles, shape["D"], knobs.rows, knobs.warps, 0 if tiles else knobs.block, pdl)
+    return Key(tiles, shape["D"], knobs.rows, knobs.warps, knobs.block, pdl)
 
 
 def compiled(key: Key, options: str = "") -> Any:
@@ -105,14 +105,14 @@ def cute_cases() -> list[CuteCase]:
     module, found = kernels(), []
     for rows, knobs in (
         (1, GemvKnobs(warps=4, rows=2, block=1024, stages=1, engine=CUTE)),
-        (8, GemvKnobs(warps=8, rows=16, block=64, stages=2, engine=CUTE)),
+        (8, GemvKnobs(warps=8, rows=16, block=1024, stages=2, engine=CUTE)),
     ):
         shape = {"M": rows, "O": 1792, "D": 5120}
         assert knobs.is_valid(shape)
         key = key_of(shape, knobs, pdl=True)
         kernel = module.few_rows_cute_kernel if key.tiles else module.gemv_cute_kernel
-        values = {"D": key.width, "ROWS": key.rows, "PDL": key.pdl}
-        values |= {"TILES": key.tiles} if key.tiles else {"BLOCK": key.block}
+        values = {"D": key.width, "ROWS": key.rows, "BLOCK": key.block, "PDL": key.pdl}
+        values |= {"TILES": key.tiles} if key.tiles else {}
         shared = shared_bytes(shape, warps=key.warps, rows=key.rows, block=key.block)
         found.append(CuteCase(kernel.__name__, values, key.warps, shared, key))
     return found

@@ -5,15 +5,16 @@
 x [M, D], rows evenly spaced; W [O, D] contiguous; y [M, O]. Bytes moved: 2 O D for the weight, and
 little else. `optimized.gemv_cute` compiles and launches; the library is imported with this file.
 
-All that a thread multiplies of the weight is on its way to registers before the thread waits for
-the previous kernel, in pieces of 16 bytes. x goes to shared memory, so that no load of it is put
+What a thread multiplies of the weight is on its way to registers before the thread waits for the
+previous kernel, in pieces of 16 bytes. x goes to shared memory, so that no load of it is put
 off until a sum needs it.
 
 M = 1, CUDA cores: `BLOCK` / 8 threads share a row of W, each with every `BLOCK` / 8-th piece of it.
 
 M = 2 to 16, tensor cores: a tile is 16 rows of W times 8 of x, and the warps of a thread block
-share out the columns. The order of columns inside a product is free while W's and x's are permuted
-alike, so that the eight values of a piece, as they lie, are operands of two instructions.
+share out the columns; `BLOCK` of a warp's are in flight, or all that it has. The order of columns
+inside a product is free while W's and x's are permuted alike, so that the eight values of a piece,
+as they lie, are operands of two instructions.
 
 Partial sums are FP32, added in shared memory. Products of BF16 are exact in FP32.
 """
@@ -141,6 +142,25 @@ def gemv_cute_kernel(
             out[row] = total.to(BFloat16)
 
 
+@cute.jit
+def read_chunk(
+    w: cute.Pointer,
+    first: Int32,
+    outputs: Int32,
+    column: Int32,
+    D: cutlass.Constexpr,
+    chunk: cutlass.Constexpr,
+    ahead: cutlass.Constexpr,
+    held: cute.Tensor,  # [8, 2 halves of a tile, ahead, tiles]
+):
+    """A thread's pieces of a chunk of columns: of row `first` and every eighth after it."""
+    for i in cutlass.range_constexpr(held.shape[3]):
+        for half in cutlass.range_constexpr(2):
+            row = cutlass.min(first + i * TILE + half * (TILE // 2), outputs - 1)
+            kept = cute.recast_tensor(held[None, half, chunk % ahead, i], Uint32)
+            read(w, Int64(row) * D + column + chunk * CHUNK, kept)
+
+
 @cute.kernel
 def few_rows_cute_kernel(
     x: cute.Pointer,
@@ -152,25 +172,23 @@ def few_rows_cute_kernel(
     D: cutlass.Constexpr,
     ROWS: cutlass.Constexpr,
     WARPS: cutlass.Constexpr,
+    BLOCK: cutlass.Constexpr,
     TILES: cutlass.Constexpr,  # of `TOKENS` rows of x
     PDL: cutlass.Constexpr,
 ):
     if cutlass.const_expr(PDL):
         cute.arch.griddepcontrol_launch_dependents()
     tiles, chunks = ROWS // TILE, D // (CHUNK * WARPS)
+    ahead = min(chunks, BLOCK // CHUNK)
     thread, _, _ = cute.arch.thread_idx()
     program, _, _ = cute.arch.block_idx()
     warp, lane = thread // 32, thread % 32
     inner, member = lane // 4, lane % 4  # the row, and which of the four threads on it
     column = warp * (D // WARPS) + member * PIECE
-    held = cute.make_rmem_tensor((PIECE, 2, chunks, tiles), BFloat16)
-    for i in cutlass.range_constexpr(tiles):
-        for half in cutlass.range_constexpr(2):
-            row = program * ROWS + i * TILE + half * (TILE // 2) + inner
-            start = Int64(cutlass.min(row, outputs - 1)) * D + column
-            for j in cutlass.range_constexpr(chunks):
-                kept = cute.recast_tensor(held[None, half, j, i], Uint32)
-                read(w, start + j * CHUNK, kept)
+    held = cute.make_rmem_tensor((PIECE, 2, ahead, tiles), BFloat16)
+    first = program * ROWS + inner
+    for j in cutlass.range_constexpr(ahead):
+        read_chunk(w, first, outputs, column, D, j, ahead, held)
     if cutlass.const_expr(PDL):
         cute.arch.griddepcontrol_wait()
     sums = cute.make_rmem_tensor((4, tiles, TILES), Float32)
@@ -195,9 +213,11 @@ def few_rows_cute_kernel(
             for i in cutlass.range_constexpr(tiles):
                 product = cute.make_tensor(sums[None, i, n].iterator, plain)
                 for s in cutlass.range_constexpr(2):
-                    a = cute.make_tensor(held[None, None, j, i].iterator + 4 * s, order)
+                    a = cute.make_tensor(held[None, None, j % ahead, i].iterator + 4 * s, order)
                     b = cute.make_tensor(values.iterator + 4 * s, plain)
                     cute.gemm(atom, product, a, b, product)
+        if cutlass.const_expr(j + ahead < chunks):
+            read_chunk(w, first, outputs, column, D, j + ahead, ahead, held)
     width = TILES * TOKENS
     after = cute.recast_ptr(shared + D // 2 * width, dtype=Float32)
     partial = cute.make_tensor(after, cute.make_layout((width, ROWS, WARPS)))
@@ -254,6 +274,7 @@ def start_few_rows(
     D: cutlass.Constexpr,
     ROWS: cutlass.Constexpr,
     WARPS: cutlass.Constexpr,
+    BLOCK: cutlass.Constexpr,
     TILES: cutlass.Constexpr,
     PDL: cutlass.Constexpr,
 ):
@@ -267,6 +288,7 @@ def start_few_rows(
         D,
         ROWS,
         WARPS,
+        BLOCK,
         TILES,
         PDL,
     ).launch(  # pyright: ignore[reportAttributeAccessIssue]
@@ -284,6 +306,6 @@ def compiled(
     """A function of addresses of x, w and y, the outputs, for `tiles` also the row stride and
     number of x's rows, and the stream."""
     start, sizes = (start_few_rows, [Int32(0)] * 2) if tiles else (start_row, [])
-    address, constants = Int64(0), (width, rows, warps, tiles or block, pdl)
+    address, constants = Int64(0), [width, rows, warps, block, *[tiles] * bool(tiles), pdl]
     arguments = address, address, address, Int32(0), *sizes, driver.CUstream(0), *constants
     return cute.compile(start, *arguments, options=options)

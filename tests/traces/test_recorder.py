@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.launches import observed, observers
+from optimized.launches import LibraryKernel, observed, observers
 from tests.traces.toy_stack import WIDTH, line_of, tower
 from traces.footprint import Footprints, Spec
 from traces.outline import layers, outline
@@ -64,6 +64,21 @@ def test_a_launch_that_says_what_it_is_given_is_noted_once() -> None:
     assert launch.given is not None
     assert sorted(launch.given.values()) == [4 * WIDTH * 2] * 2
     assert observers == []
+
+
+def test_a_librarys_kernel_that_a_replaced_forward_launches_is_not_written() -> None:
+    model, inputs = tower(1)
+
+    def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with observed(LibraryKernel("tinygemm_bf16", library="FlashInfer"), (a, b)):
+            return a
+
+    model.storeys[0].meld.forward = forward
+    with torch.no_grad(), recording(model) as recorder:
+        model(*inputs)
+    (launch,) = recorder.launches
+    assert (launch.name, launch.written) == ("tinygemm_bf16", False)
+    assert launch.given is not None and len(launch.given) == 2
 
 
 def test_a_kernel_that_a_compiler_launches_is_not_written() -> None:

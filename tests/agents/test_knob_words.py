@@ -1,0 +1,36 @@
+"""Which launch knobs are tried first, where a choice is among engines by name."""
+
+from agents.knob_search import Space
+
+
+def space(**choices) -> Space:
+    def is_valid(values):
+        """ "library" takes the first of each number, "own" even rows."""
+        if values.get("engine") == "library":
+            return (values["rows"], values["warps"]) == (1, 1)
+        return values["rows"] % 2 == 0
+
+    numbers = {"rows": tuple(range(1, 101)), "warps": (1, 2, 4, 8)}
+    heuristic = {"rows": 2, "warps": 1}
+    if choices:
+        heuristic["engine"] = "own"
+    return Space(candidates={**numbers, **choices}, heuristic=heuristic, is_valid=is_valid)
+
+
+def test_an_engine_with_one_valid_choice_among_hundreds_is_tried() -> None:
+    found = space(engine=("own", "library")).drawn(11)
+    assert found[0] == {"rows": 1, "warps": 1, "engine": "library"}
+    assert len(found) == 11 and all(v["engine"] == "own" for v in found[1:])
+    assert len({tuple(v.items()) for v in found}) == 11
+
+
+def test_an_engine_with_no_valid_choice_takes_nobodys_place() -> None:
+    found = space(engine=("own", "absent", "library")).drawn(4)
+    assert [v["engine"] for v in found].count("library") == 1
+    assert len(found) == 4
+
+
+def test_numbers_alone_are_drawn_as_ever() -> None:
+    found = space().drawn(3)
+    assert found == space().drawn(3)
+    assert len(found) == 3 and all(set(v) == {"rows", "warps"} for v in found)
