@@ -26,6 +26,7 @@ from optimized.change import (
     share,
 )
 from optimized.packing import are_adjacent
+from optimized.prefill_engines import CannotPlan
 from reference import beam
 
 MODEL = beam.build(beam.configs["mini"], "cpu", 0)
@@ -178,10 +179,15 @@ def test_seconds_end_a_search_after_a_batch_with_the_heuristic(tmp_path: Path) -
     assert len(found_in(tmp_path, wide(), seconds=0.0)) == 2 * BATCH
 
 
-def test_what_cannot_be_launched_fails_its_trial_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OutOfResources(300_000, 232_448, "shared memory"), CannotPlan("no kernel")],
+    ids=["device", "library"],
+)
+def test_what_cannot_be_launched_fails_its_trial_alone(tmp_path: Path, error: Exception) -> None:
     def run(values: Values) -> None:
         if values["x"] == 8:
-            raise OutOfResources(300_000, 232_448, "shared memory")
+            raise error
 
     def time_us(values: Values) -> float:
         run(values)
