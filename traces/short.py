@@ -10,11 +10,15 @@ OPERATION = re.compile(
 WRAPPER = re.compile(
     r"gpu_(?:index_)?kernel\w*|(?:Binary|AUnary|BUnary)Functor|\w+_internal_kernel"
 )
+# CuTe DSL's, before the types of its arguments and its constants.
+CUTE = re.compile(r"kernel_cutlass_(\w+?_kernel)_")
 
 
 def short_name(name: str) -> str:
     """`vectorized_elementwise_kernel<MulFunctor>` for the demangled name of that template: no
     return type, no namespaces, no arguments. Other names are as they were."""
+    if (made := CUTE.match(name)) is not None:
+        return made[1]
     plain = name.replace(NAMELESS, "")
     if re.search(r"[\w>]\(", plain) is None:
         return name

@@ -28,6 +28,8 @@ COPY = f"{AT}direct_copy_kernel_cuda({AT}TensorIteratorBase&)::{{lambda()#3}}::o
         ("flash_fwd(float*, int)", "flash_fwd"),
         ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD (Device -> Device)"),
         ("triton_poi_fused_add_0", "triton_poi_fused_add_0"),
+        ("kernel_cutlass_gemv_cute_kernel_ptrbf16gmemalign16_ptrbf16gmemalign16__5120_2_4_True_0",
+         "gemv_cute_kernel"),
         ("aten::index_put_", "aten::index_put_"),
     ],
 )  # fmt: skip
