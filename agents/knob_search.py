@@ -15,7 +15,6 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from agents.storage import Studies
 from optimized.change import KnobValue
 from optimized.gemv_engines import CannotServe
-from optimized.prefill_engines import CannotPlan
 
 if TYPE_CHECKING:
     import optuna
@@ -27,7 +26,7 @@ MAX_DRAWN = 2_000  # most of which may be invalid
 MAX_ASKED = 5 * MAX_TRIALS  # of Optuna, likewise
 BATCH = 8  # compiled at once
 # What knobs raise that this device cannot launch, or a library cannot serve.
-UNFIT = CompilationError, OutOfResources, PTXASError, CannotPlan, CannotServe
+UNFIT = CompilationError, OutOfResources, PTXASError, CannotServe
 
 
 @dataclass(frozen=True, kw_only=True)

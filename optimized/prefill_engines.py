@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimized.gemv_engines import CannotServe, not_in_a_graph
+from optimized.launches import LibraryKernel, observed
 from optimized.peers.peer import BROKEN
 
 log = logging.getLogger(__name__)
@@ -31,14 +33,12 @@ LIBRARIES = {"cudnn": "cudnn", "flashinfer": "flashinfer.prefill"}
 ENGINES = (OWN, *LIBRARIES)
 DIMS = 64, 128  # head dimensions that both libraries take on Hopper
 HOPPER = 9  # major compute capability
+CUDNN = LibraryKernel("sdpa", library="cuDNN")
+FLASHINFER = LibraryKernel("batch_prefill_fa3", library="FlashInfer")
 WORKSPACE = 16 << 20  # bytes; FlashInfer's FA3 needs them only to be there
 
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class CannotPlan(ValueError):
-    """A library cannot be made to serve a call: it has no kernel for it, or failed to compile."""
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def attend(
     """q [B, T, H, d], k, v [B, S, Hkv, d] BF16 views -> [B, T, H, d], causal at the end of S.
 
     ValueError where the engine does not take the call (a `mask`), or would have to plan it while a
-    graph is captured; CannotPlan where the library fails to.
+    graph is captured; CannotServe where the library fails to.
     """
     if (reason := _refusal(engine, q, k, v, mask)) is not None:
         raise ValueError(f"engine {engine!r}: {reason}; take engine {OWN!r} for it")
@@ -107,6 +107,8 @@ def _refusal(engine: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) 
         return f"head dimension {q.shape[3]}, it takes {' or '.join(map(str, DIMS))}"
     if any(step % 8 for x in (k, v) for step in x.stride()[:3]):
         return f"k, v have strides {k.stride()}, {v.stride()}, it takes multiples of 8 elements"
+    if any(x.data_ptr() % 16 for x in (q, k, v)):
+        return "q, k or v is not 16-byte aligned"
     if engine == "flashinfer" and k.stride() != v.stride():
         return f"k, v have strides {k.stride()}, {v.stride()}, it takes equal ones"
     return None
@@ -120,11 +122,7 @@ def _planned(engine: str, like: Tensor, layouts: Any, scale: float) -> Run:
     key = engine, like.device, layouts, scale
     if (found := _PLANS.get(key)) is not None:
         return found
-    if torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            f"engine {engine!r} plans a shape at its first call, which cannot be in a CUDA graph; "
-            "make one call before the capture"
-        )
+    not_in_a_graph(engine)
     make, fails = (_cudnn, _cudnn_errors()) if engine == "cudnn" else (_flashinfer, RuntimeError)
     with _LOCK, torch.cuda.device_of(like):  # the tuner compiles in several threads
         if key not in _PLANS:
@@ -133,7 +131,7 @@ def _planned(engine: str, like: Tensor, layouts: Any, scale: float) -> Run:
             except fails as error:
                 text = f"engine {engine!r} cannot plan {layouts}: {str(error).splitlines()[0]}"
                 log.warning("%s", text)
-                raise CannotPlan(text) from error
+                raise CannotServe(text) from error
             torch.cuda.synchronize(like.device)  # later calls may come from other streams
         return _PLANS[key]
 
@@ -173,7 +171,8 @@ def _cudnn(device: torch.device, layouts: Any, scale: float) -> Run:
         with _LOCK, torch.cuda.device_of(q):  # a handle has one stream at a time
             stream = torch.cuda.current_stream(device).cuda_stream
             cudnn.set_stream(handle=handle, stream=stream)
-            graph.execute(places, workspace, handle=handle)
+            with observed(CUDNN, (q, k, v, result)):
+                graph.execute(places, workspace, handle=handle)
         return result
 
     return run
@@ -216,7 +215,8 @@ def _flashinfer(device: torch.device, layouts: Any, scale: float) -> Run:
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         result = torch.empty_like(q)
-        wrapper.run(q.flatten(0, 1), (k, v), out=result.flatten(0, 1))
+        with observed(FLASHINFER, (q, k, v, result)):
+            wrapper.run(q.flatten(0, 1), (k, v), out=result.flatten(0, 1))
         return result
 
     return run

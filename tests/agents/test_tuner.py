@@ -25,8 +25,8 @@ from optimized.change import (
     shape_key,
     share,
 )
+from optimized.gemv_engines import CannotServe
 from optimized.packing import are_adjacent
-from optimized.prefill_engines import CannotPlan
 from reference import beam
 
 MODEL = beam.build(beam.configs["mini"], "cpu", 0)
@@ -181,7 +181,7 @@ def test_seconds_end_a_search_after_a_batch_with_the_heuristic(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "error",
-    [OutOfResources(300_000, 232_448, "shared memory"), CannotPlan("no kernel")],
+    [OutOfResources(300_000, 232_448, "shared memory"), CannotServe("no kernel")],
     ids=["device", "library"],
 )
 def test_what_cannot_be_launched_fails_its_trial_alone(tmp_path: Path, error: Exception) -> None:

@@ -1,6 +1,7 @@
 """Library engines of prefill attention: which are offered, what they are asked, what is refused; on
 a GPU their results."""
 
+import contextlib
 import math
 import sys
 from dataclasses import replace
@@ -10,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimized import prefill_engines
+from optimized import launches, prefill_engines
 from optimized.change import shape_key
+from optimized.gemv_engines import CannotServe
 from optimized.plan import Enabled, apply_enabled
 from optimized.prefill_attention import PrefillKnobs, build, shape
-from optimized.prefill_engines import ENGINES, LIBRARIES, CannotPlan, attend, missing
+from optimized.prefill_engines import ENGINES, LIBRARIES, attend, missing
 from reference.beam import PrefillAttend
 from tests.optimized.kernel_checks import same_bits
 from tests.optimized.test_prefill_attention import arguments, assert_matches, causal, ring, rounded
@@ -157,9 +159,26 @@ def test_a_shape_is_planned_once(libraries, engine, fake):
     assert fake.built == 3
 
 
+@pytest.mark.parametrize(("engine", "library"), [("cudnn", "cuDNN"), ("flashinfer", "FlashInfer")])
+def test_a_trace_is_told_whose_kernel_it_is(libraries, monkeypatch, engine, library):
+    told = []
+
+    def note(kernel, given):
+        told.append((kernel.library, *given))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(launches, "observers", [note])
+    args = on_cpu(2, 5, 6, 1, 64, 20)
+    found = attend(engine, *args, None, 0.2)
+    ((name, *given),) = told
+    assert name == library
+    assert all(a is b for a, b in zip(given, (*args, found), strict=True))
+
+
 def test_planning_is_no_part_of_a_graph(libraries, monkeypatch):
     q, k, v = on_cpu(2, 5, 6, 1, 64, 20)
     attend("cudnn", q, k, v, None, 0.2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     attend("cudnn", q, k, v, None, 0.2)
     with pytest.raises(ValueError, match="one call before the capture"):
@@ -171,7 +190,7 @@ def test_what_a_library_cannot_plan_is_said(libraries, monkeypatch, caplog):
         raise libraries.cudnnGraphNotSupportedError("no kernel\nof many lines")
 
     monkeypatch.setattr(Graph, "build", fail)
-    with pytest.raises(CannotPlan, match=r"^engine 'cudnn' cannot plan .*: no kernel$"):
+    with pytest.raises(CannotServe, match=r"^engine 'cudnn' cannot plan .*: no kernel$"):
         attend("cudnn", *on_cpu(2, 5, 6, 1, 64, 20), None, 0.2)
     assert "no kernel" in caplog.text
 
@@ -185,6 +204,9 @@ def test_calls_that_no_library_takes(libraries):
             attend(engine, *on_cpu(2, 5, 6, 1, 32, 20), None, 0.2)
         with pytest.raises(ValueError, match="multiples of 8"):
             odd = torch.zeros(2, 20, 1, 65, dtype=torch.bfloat16)[..., :64]
+            attend(engine, q, odd, odd, None, 0.2)
+        with pytest.raises(ValueError, match="16-byte aligned"):
+            odd = torch.zeros(2 * 20 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 20, 1, 64)
             attend(engine, q, odd, odd, None, 0.2)
     with pytest.raises(ValueError, match="equal ones"):
         attend("flashinfer", q, k, v.contiguous(), None, 0.2)
