@@ -22,7 +22,7 @@ from torch import Tensor
 
 from optimized import gemv_engines
 from optimized.change import KnobValue
-from optimized.gemv_engines import CUTE, OWN, TINY
+from optimized.gemv_engines import CUTE, OWN, REGISTERS
 from optimized.triton_support import (
     INTERPRETED,
     OfflineCase,
@@ -58,6 +58,7 @@ class GemvKnobs:
     `stages` of the pipelined loop (M > 1). Sizes are M, O and D.
 
     `engine` is whose kernel it is; what says nothing to it has the first of its candidates.
+    `hold` is where CuTe DSL's kernel for one row has weights before it multiplies them.
     """
 
     warps: int
@@ -65,6 +66,7 @@ class GemvKnobs:
     block: int
     stages: int
     engine: str = OWN
+    hold: str = REGISTERS
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "GemvKnobs":
@@ -92,11 +94,15 @@ class GemvKnobs:
         if CUTE in engines and shape["M"] > 1:
             more = {"warps": (16,), "block": (1024,)}
             choices = {**choices, **{k: (*choices[k], *v) for k, v in more.items()}}
-        return {**choices, "engine": engines}
+        choices = {**choices, "engine": engines}
+        holds = gemv_engines.places(shape) if CUTE in engines else (REGISTERS,)
+        return choices if len(holds) == 1 else {**choices, "hold": holds}
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
         if self.engine != OWN:
             return self._fits(shape)
+        if self.hold != REGISTERS:
+            return False
         if any(n < 1 or n & (n - 1) for n in (self.warps, self.rows, self.block)):
             return False
         values = self.rows * self.block
@@ -109,13 +115,11 @@ class GemvKnobs:
     def _fits(self, shape: Mapping[str, int]) -> bool:
         """Whether a library's engine takes the shape with these knobs."""
         choices = ROW_CHOICES if shape["M"] == 1 else FEW_ROWS_CHOICES
-        said = {TINY: (), CUTE: ("warps", "rows", "block")}
-        for name, values in choices.items():
-            if name not in said[self.engine] and getattr(self, name) != values[0]:
-                return False
-        if self.engine == TINY:
-            return gemv_engines.takes(TINY, shape)
-        return gemv_engines.cute_fits(shape, warps=self.warps, rows=self.rows, block=self.block)
+        if self.engine == CUTE:
+            first = choices["stages"][0]
+            return self.stages == first and gemv_engines.cute_fits(shape, self)
+        canonical = all(getattr(self, name) == values[0] for name, values in choices.items())
+        return canonical and self.hold == REGISTERS and gemv_engines.takes(self.engine, shape)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ previous kernel, in pieces of 16 bytes. x goes to shared memory, so that no load
 off until a sum needs it.
 
 M = 1, CUDA cores: `BLOCK` / 8 threads share a row of W, each with every `BLOCK` / 8-th piece of it.
+`optimized.gemv_cute_shared` has another kernel for it.
 
 M = 2 to 16, tensor cores: a tile is 16 rows of W times 8 of x, and the warps of a thread block
 share out the columns; `BLOCK` of a warp's are in flight, or all that it has. The order of columns
@@ -70,6 +71,66 @@ def widened(words: cute.Tensor):
     return cute.recast_tensor(bits, Float32).load()
 
 
+@cute.jit
+def fetch_row(
+    x: cute.Pointer,
+    given: cute.Tensor,
+    thread: Int32,
+    pieces: cutlass.Constexpr,
+    threads: cutlass.Constexpr,
+):
+    """All pieces of a row to shared memory, by all threads of the block and for all of them."""
+    for k in cutlass.range_constexpr(-(-pieces // threads)):
+        piece = k * threads + thread
+        if piece < pieces:
+            fetch(x, piece * PIECE, given[None, piece])
+    cute.arch.cp_async_commit_group()
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def store_sums(
+    sums: cute.Tensor,
+    y: cute.Pointer,
+    outputs: Int32,
+    ROWS: cutlass.Constexpr,
+    BLOCK: cutlass.Constexpr,
+    WARPS: cutlass.Constexpr,
+):
+    """Rounded sums over the threads that share a row, of each thread's `sums`."""
+    sharing = BLOCK // PIECE
+    together = 32 * WARPS // sharing
+    mine = ROWS // together
+    thread, _, _ = cute.arch.thread_idx()
+    program, _, _ = cute.arch.block_idx()
+    slot = thread // sharing
+    for i in cutlass.range_constexpr(mine):
+        for step in cutlass.range_constexpr(5):
+            sums[i] = sums[i] + cute.arch.shuffle_sync_bfly(sums[i], offset=16 >> step)
+    out = cute.make_tensor(y, cute.make_layout((outputs,)))
+    if cutlass.const_expr(sharing == 32):
+        if thread % 32 == 0:
+            for i in cutlass.range_constexpr(mine):
+                row = program * ROWS + slot + i * together
+                if row < outputs:
+                    out[row] = sums[i].to(BFloat16)
+    else:
+        parts = sharing // 32
+        shared = cute.arch.alloc_smem(Float32, parts * ROWS, alignment=16)
+        partial = cute.make_tensor(shared, cute.make_layout((parts, ROWS)))
+        if thread % 32 == 0:
+            for i in cutlass.range_constexpr(mine):
+                partial[thread % sharing // 32, slot + i * together] = sums[i]
+        cute.arch.sync_threads()
+        row = program * ROWS + thread
+        if thread < ROWS and row < outputs:
+            total = Float32(0.0)
+            for k in cutlass.range_constexpr(parts):
+                total = total + partial[k, thread]
+            out[row] = total.to(BFloat16)
+
+
 @cute.kernel
 def gemv_cute_kernel(
     x: cute.Pointer,
@@ -101,13 +162,7 @@ def gemv_cute_kernel(
     given = cute.make_tensor(
         cute.arch.alloc_smem(Uint32, D // 2, alignment=16), cute.make_layout((WORDS, D // PIECE))
     )
-    for k in cutlass.range_constexpr(-(-D // (PIECE * 32 * WARPS))):
-        piece = k * 32 * WARPS + thread
-        if piece < D // PIECE:
-            fetch(x, piece * PIECE, given[None, piece])
-    cute.arch.cp_async_commit_group()
-    cute.arch.cp_async_wait_group(0)
-    cute.arch.sync_threads()
+    fetch_row(x, given, thread, D // PIECE, 32 * WARPS)
     sums = cute.make_rmem_tensor((mine,), Float32)
     sums.fill(0.0)
     for j in cutlass.range_constexpr(pieces):
@@ -116,30 +171,7 @@ def gemv_cute_kernel(
             weights = widened(held[None, j, i])
             for k in cutlass.range_constexpr(PIECE):
                 sums[i] = sums[i] + weights[k] * values[k]
-    for i in cutlass.range_constexpr(mine):
-        for step in cutlass.range_constexpr(5):
-            sums[i] = sums[i] + cute.arch.shuffle_sync_bfly(sums[i], offset=16 >> step)
-    out = cute.make_tensor(y, cute.make_layout((outputs,)))
-    if cutlass.const_expr(sharing == 32):
-        if thread % 32 == 0:
-            for i in cutlass.range_constexpr(mine):
-                row = program * ROWS + slot + i * together
-                if row < outputs:
-                    out[row] = sums[i].to(BFloat16)
-    else:
-        parts = sharing // 32
-        shared = cute.arch.alloc_smem(Float32, parts * ROWS, alignment=16)
-        partial = cute.make_tensor(shared, cute.make_layout((parts, ROWS)))
-        if thread % 32 == 0:
-            for i in cutlass.range_constexpr(mine):
-                partial[thread % sharing // 32, slot + i * together] = sums[i]
-        cute.arch.sync_threads()
-        row = program * ROWS + thread
-        if thread < ROWS and row < outputs:
-            total = Float32(0.0)
-            for k in cutlass.range_constexpr(parts):
-                total = total + partial[k, thread]
-            out[row] = total.to(BFloat16)
+    store_sums(sums, y, outputs, ROWS, BLOCK, WARPS)
 
 
 @cute.jit
@@ -298,14 +330,3 @@ def start_few_rows(
         stream=stream,
         use_pdl=PDL,
     )
-
-
-def compiled(
-    tiles: int, width: int, rows: int, warps: int, block: int, pdl: bool, *, options: str
-) -> Any:
-    """A function of addresses of x, w and y, the outputs, for `tiles` also the row stride and
-    number of x's rows, and the stream."""
-    start, sizes = (start_few_rows, [Int32(0)] * 2) if tiles else (start_row, [])
-    address, constants = Int64(0), [width, rows, warps, block, *[tiles] * bool(tiles), pdl]
-    arguments = address, address, address, Int32(0), *sizes, driver.CUstream(0), *constants
-    return cute.compile(start, *arguments, options=options)

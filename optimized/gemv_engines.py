@@ -26,12 +26,14 @@ LIBRARIES = {
     TINY: ("flashinfer.gemm", "flashinfer-python"),
 }
 SINCE = {CUTE: (8, 0), TINY: (9, 0)}  # compute capability
+REGISTERS, SHARED = "registers", "shared"  # where the CuTe DSL kernel for one row holds weights
+BULK_COPIES = (9, 0)  # compute capability that copies rows to shared memory by itself
 
 PIECE = 8  # weights that a thread loads at once, 16 bytes
 TILE, TOKENS, CHUNK = 16, 8, 32  # rows of W, rows of x, columns of a step on tensor cores
 MAX_PIECES = 40  # of a thread in registers, four each
 HELD_BY_ALL = 320  # pieces times warps, for 65536 registers
-MAX_SHARED = 40_000, 200_000  # bytes: static for one row of x, dynamic for more
+MAX_STATIC, MAX_DYNAMIC = 40_000, 200_000  # bytes of shared memory
 MAX_CUTE_ROWS, MAX_TINY_ROWS = 16, 8  # of x
 
 
@@ -50,7 +52,7 @@ def missing(engine: str) -> str | None:
     module, package = LIBRARIES[engine]
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return "it needs a CUDA device"
-    if torch.cuda.get_device_capability() < SINCE[engine]:
+    if capability() < SINCE[engine]:
         major, minor = SINCE[engine]
         return (
             f"it needs compute capability {major}.{minor}, this is {torch.cuda.get_device_name()}"
@@ -62,6 +64,11 @@ def missing(engine: str) -> str | None:
         words = str(error).strip().splitlines() or [type(error).__name__]
         return f"{module} cannot be used ({words[0]}); install {package}"
     return None
+
+
+def capability() -> tuple[int, int]:
+    """The current device's compute capability; (0, 0) without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 def _try(engine: str) -> None:
@@ -109,11 +116,17 @@ def not_in_a_graph(engine: str) -> None:
         )
 
 
-def pieces(shape: Mapping[str, int], *, warps: int, rows: int, block: int) -> int:
+def places(shape: Mapping[str, int]) -> tuple[str, ...]:
+    """Where the CuTe DSL kernel can hold weights of this shape on this machine."""
+    return (REGISTERS, SHARED)[: 2 if shape["M"] == 1 and capability() >= BULK_COPIES else 1]
+
+
+def pieces(shape: Mapping[str, int], knobs: Any) -> int:
     """How many loads of 16 bytes a thread of the CuTe DSL kernel has in flight at most."""
     if shape["M"] == 1:
-        return rows * shape["D"] // (PIECE * 32 * warps)
-    return rows // (TILE // 2) * min(shape["D"] // (CHUNK * warps), block // CHUNK)
+        return knobs.rows * shape["D"] // (PIECE * 32 * knobs.warps)
+    chunks = min(shape["D"] // (CHUNK * knobs.warps), knobs.block // CHUNK)
+    return knobs.rows // (TILE // 2) * chunks
 
 
 def few_rows_shared(width: int, rows: int, warps: int, tiles: int) -> int:
@@ -121,38 +134,45 @@ def few_rows_shared(width: int, rows: int, warps: int, tiles: int) -> int:
     return tiles * TOKENS * (2 * width + 4 * warps * rows)
 
 
-def shared_bytes(shape: Mapping[str, int], *, warps: int, rows: int, block: int) -> int:
+def held_shared(width: int, rows: int) -> int:
+    """Bytes for `rows` of W and one of x, and for a barrier each of W's."""
+    return 2 * width * (rows + 1) + 8 * rows
+
+
+def shared_bytes(shape: Mapping[str, int], knobs: Any) -> int:
     """Of a thread block of the CuTe DSL kernel: x, and sums of warps that share a row of W."""
     width = shape["D"]
     if shape["M"] > 1:
-        return few_rows_shared(width, rows, warps, -(-shape["M"] // TOKENS))
-    sharing = block // (32 * PIECE)
-    return 2 * width + (4 * sharing * rows if sharing > 1 else 0)
+        return few_rows_shared(width, knobs.rows, knobs.warps, -(-shape["M"] // TOKENS))
+    sharing = knobs.block // (32 * PIECE)
+    sums = 4 * sharing * knobs.rows if sharing > 1 else 0
+    return sums + (held_shared(width, knobs.rows) if knobs.hold == SHARED else 2 * width)
 
 
-def cute_fits(shape: Mapping[str, int], *, warps: int, rows: int, block: int) -> bool:
+def cute_fits(shape: Mapping[str, int], knobs: Any) -> bool:
     """Whether a thread block of the CuTe DSL kernel shares out its work evenly and finds room.
 
     For one row of x the threads that share a row of W load `block` columns at a time; for more,
     `block` columns of a warp are in flight, the smallest power of two where all of them are.
     """
-    width = shape["D"]
+    width, warps, rows, block = shape["D"], knobs.warps, knobs.rows, knobs.block
     if not takes(CUTE, shape) or block < 2 * CHUNK:
         return False
+    shared = knobs.hold == SHARED
     if shape["M"] == 1:
         if block < PIECE * 32 or width % block or (PIECE * 32 * warps) % block:
             return False
         if rows % (PIECE * 32 * warps // block) or rows > 32 * warps:
             return False
-    elif rows % TILE or width % (CHUNK * warps):
+    elif shared or rows % TILE or width % (CHUNK * warps):
         return False
     elif block > 2 * CHUNK and block >= 2 * width // warps:
         return False
-    most = MAX_SHARED[shape["M"] > 1]
-    if shared_bytes(shape, warps=warps, rows=rows, block=block) > most:
+    dynamic = shared or shape["M"] > 1
+    if shared_bytes(shape, knobs) > (MAX_DYNAMIC if dynamic else MAX_STATIC):
         return False
-    held = pieces(shape, warps=warps, rows=rows, block=block)
-    return 1 <= held <= MAX_PIECES and held * warps <= HELD_BY_ALL
+    held = pieces(shape, knobs)
+    return 1 <= held <= MAX_PIECES and (shared or held * warps <= HELD_BY_ALL)
 
 
 def multiply(x: Tensor, weight: Tensor, y: Tensor, knobs: Any) -> None:

@@ -143,7 +143,7 @@ def _nvidia(cubin: bytes, ptx: str, shared: int) -> Resources:
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     spills = used["STACK"] + used["LOCAL"]
     early, wait, _ = ptx.partition("griddepcontrol.wait")
-    copies = r"\b(?:ld\.global|cp\.async\.(?:c[ag]|bulk\.tensor))"
+    copies = r"\b(?:ld\.global|cp\.async\.(?:c[ag]|bulk\.(?:tensor|shared)))"
     loads = len(re.findall(copies, early)) if wait else None
     stores = len(re.findall(r"\b(?:st\.global|atom\.|red\.)", early)) if wait else None
     return Resources(

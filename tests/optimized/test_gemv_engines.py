@@ -15,7 +15,7 @@ from torch import nn
 from optimized import gemv, gemv_cute, gemv_engines, launches, linear_decode
 from optimized.change import share
 from optimized.gemv import GemvKnobs
-from optimized.gemv_engines import CUTE, OWN, TINY
+from optimized.gemv_engines import CUTE, OWN, REGISTERS, SHARED, TINY
 from optimized.offline import cute_rows
 from optimized.plan import Enabled, Plan, apply_enabled, make_knobs
 from optimized.triton_support import DependentLaunch
@@ -40,6 +40,7 @@ def valid(sizes: dict[str, int]) -> list[GemvKnobs]:
 @pytest.fixture
 def all_engines(monkeypatch):
     monkeypatch.setattr(gemv_engines, "missing", lambda engine: None)
+    monkeypatch.setattr(gemv_engines, "capability", lambda: (9, 0))
 
 
 def test_a_machine_without_libraries_has_the_choices_of_before(monkeypatch):
@@ -69,26 +70,36 @@ def test_an_engine_is_offered_for_the_shapes_it_takes(all_engines, sizes, engine
     assert GemvKnobs.candidates(shape(*sizes)).get("engine", (OWN,)) == engines
 
 
+def test_weights_are_held_in_shared_memory_for_one_row_where_the_card_copies(monkeypatch):
+    monkeypatch.setattr(gemv_engines, "missing", lambda engine: None)
+    for rows, capability, holds in ((1, (9, 0), 2), (1, (8, 0), 1), (2, (9, 0), 1)):
+        monkeypatch.setattr(gemv_engines, "capability", lambda found=capability: found)
+        choices = GemvKnobs.candidates(shape(rows, 1792, 5120))
+        assert len(choices.get("hold", (REGISTERS,))) == holds
+
+
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])
 @pytest.mark.parametrize(("outputs", "width"), SHAPES, ids=str)
 def test_knobs_that_say_nothing_have_one_value(all_engines, rows, outputs, width):
     sizes = shape(rows, outputs, width)
     found = valid(sizes)
-    keys = [gemv_cute.key_of(sizes, k, pdl=True) for k in found if k.engine == CUTE]
-    held = [gemv_engines.pieces(sizes, warps=k.warps, rows=k.rows, block=k.block) for k in keys]
-    apart = [k.block if rows == 1 else n for k, n in zip(keys, held, strict=True)]
-    assert len({(k.warps, k.rows, n) for k, n in zip(keys, apart, strict=True)}) == len(keys)
-    counts = Counter(k.engine for k in found)
-    assert counts[TINY] == (rows <= 8)
-    assert counts[CUTE] >= 2 and counts[OWN] >= 60
-    for knobs in found:
-        if knobs.engine != CUTE:
-            continue
-        assert knobs.stages == (1 if rows == 1 else 2)
-        held = gemv_engines.pieces(sizes, warps=knobs.warps, rows=knobs.rows, block=knobs.block)
+    counts = Counter((k.engine, k.hold) for k in found)
+    assert counts[TINY, REGISTERS] == (rows <= 8)
+    assert counts[OWN, REGISTERS] >= 60 and counts[CUTE, REGISTERS] >= 2
+    assert counts[CUTE, SHARED] >= 10 * (rows == 1)
+    assert counts[OWN, SHARED] == counts[TINY, SHARED] == 0
+    made = [k for k in found if k.engine == CUTE]
+    assert {k.stages for k in made} == {1 if rows == 1 else 2}
+    held = [gemv_engines.pieces(sizes, k) for k in made]
+    said = [k.block if rows == 1 else n for k, n in zip(made, held, strict=True)]
+    keys = {(k.hold, k.warps, k.rows, n) for k, n in zip(made, said, strict=True)}
+    assert len(keys) == len(made)
+    for knobs, n in zip(made, held, strict=True):
         all_of_a_block = knobs.rows * width // (8 * 32 * knobs.warps)
-        assert held == all_of_a_block if rows == 1 else 0 < held <= all_of_a_block
-        assert held * 4 * 32 * knobs.warps <= 65536 * 5 // 8  # registers
+        assert n == all_of_a_block if rows == 1 else 0 < n <= all_of_a_block
+        if knobs.hold == REGISTERS:
+            assert n * 4 * 32 * knobs.warps <= 65536 * 5 // 8
+        assert gemv_engines.shared_bytes(sizes, knobs) <= 200_000
 
 
 @pytest.mark.parametrize(
@@ -99,6 +110,9 @@ def test_knobs_that_say_nothing_have_one_value(all_engines, rows, outputs, width
         (1, {"warps": 4, "rows": 2, "block": 256}, False),  # four rows at a time
         (1, {"warps": 4, "rows": 16, "block": 1024}, False),  # too much to hold
         (1, {"warps": 8, "rows": 1, "block": 1024}, False),  # two rows at a time
+        (1, {"warps": 8, "rows": 16, "block": 1024, "hold": SHARED}, True),
+        (1, {"warps": 4, "rows": 32, "block": 512, "hold": SHARED}, False),  # 338 KB
+        (8, {"warps": 8, "rows": 16, "block": 64, "hold": SHARED}, False),
         (8, {"warps": 8, "rows": 16, "block": 64}, True),
         (8, {"warps": 8, "rows": 16, "block": 1024}, True),  # all 640 columns of a warp
         (8, {"warps": 8, "rows": 16, "block": 2048}, False),  # the same
@@ -226,7 +240,7 @@ def test_cute_kernels_compile_without_a_gpu():
     """All weights are asked for before the wait and nothing is written there; nothing spills."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     rows = {(row.kernel, row.target): row for row in cute_rows()}
-    kernels = {"gemv_cute_kernel": 10, "few_rows_cute_kernel": 40}
+    kernels = {"gemv_cute_kernel": 10, "gemv_cute_shared_kernel": 4, "few_rows_cute_kernel": 40}
     assert set(rows) == set(itertools.product(kernels, ("sm_90", "sm_100")))
     for (kernel, _), row in rows.items():
         assert row.error is None and row.resources is not None
@@ -236,20 +250,23 @@ def test_cute_kernels_compile_without_a_gpu():
     for case in gemv_cute.cute_cases():
         _, ptx = case.binary("sm_90a")
         loads = re.findall(r"\bld\.global\S*", ptx)
-        assert len(loads) == kernels[case.kernel] and all(".v4." in load for load in loads)
+        assert len(loads) == (0 if case.key.shared else kernels[case.kernel])
+        assert all(".v4." in load for load in loads)
         assert ptx.count("griddepcontrol.launch_dependents") == 1
 
 
 def test_what_does_not_compile_is_an_error_of_the_engine():
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    key = gemv_cute.Key(tiles=0, width=5120, rows=2, warps=4, block=2048, pdl=True)
+    key = gemv_cute.Key(tiles=0, width=5120, rows=2, warps=4, block=2048, shared=False, pdl=True)
     with pytest.raises(gemv_engines.CannotServe, match="cannot compile Key"):
         gemv_cute.compiled(key, "--gpu-arch sm_90a")
 
 
-def knobs_of(engine: str, rows: int) -> GemvKnobs:
+def knobs_of(engine: str, hold: str, rows: int) -> GemvKnobs:
     if rows == 1:
-        return GemvKnobs(**PLAN, engine=engine)
+        return GemvKnobs(**PLAN, engine=engine, hold=hold)
+    if hold == SHARED:
+        pytest.skip("for one row only")
     values = {"warps": 8, "block": 128} if engine == CUTE else {"warps": 2, "block": 64}
     return GemvKnobs(**values, rows=16, stages=2, engine=engine)
 
@@ -259,16 +276,19 @@ def need(engine: str) -> None:
         pytest.skip(f"engine {engine}: {reason}")
 
 
+ENGINES = [(CUTE, REGISTERS), (CUTE, SHARED), (TINY, REGISTERS)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [True, False], ids=["early", "in-order"])
-@pytest.mark.parametrize("engine", [CUTE, TINY])
+@pytest.mark.parametrize(("engine", "hold"), ENGINES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 8], ids="M{}".format)
 @pytest.mark.parametrize(("outputs", "width"), SHAPES, ids=str)
-def test_engines_on_cuda(monkeypatch, outputs, width, rows, engine, early):
+def test_engines_on_cuda(monkeypatch, outputs, width, rows, engine, hold, early):
     need(engine)
     monkeypatch.setattr(DependentLaunch, "enabled", early)
     x, w = bf16(1, rows, width), weight(outputs, width)
-    knobs = knobs_of(engine, rows)
+    knobs = knobs_of(engine, hold, rows)
     found = gemv.multiply(x, w, knobs)
     assert_product(found, x, w, count=8)
     torch.cuda.synchronize()
@@ -294,13 +314,13 @@ def test_every_knob_of_every_engine_on_cuda(rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", [CUTE, TINY])
+@pytest.mark.parametrize(("engine", "hold"), ENGINES, ids=str)
 @pytest.mark.parametrize("rows", [1, 8], ids="M{}".format)
-def test_a_chain_of_early_starts_reads_what_the_one_before_wrote(engine, rows):
+def test_a_chain_of_early_starts_reads_what_the_one_before_wrote(engine, hold, rows):
     """Ten pairs of products in one graph, each of the result of the one before it."""
     need(engine)
     down, up = weight(768, 5120), weight(5120, 768)
-    knobs = knobs_of(engine, rows)
+    knobs = knobs_of(engine, hold, rows)
 
     def chain(x):
         for _ in range(10):

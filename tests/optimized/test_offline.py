@@ -13,7 +13,7 @@ from optimized.offline import TARGETS, Row, report
 from optimized.triton_support import INTERPRETED
 
 NVIDIA = "sm_90", "sm_100"
-CUTE = {"gemv_cute_kernel", "few_rows_cute_kernel"}  # where their library is installed
+CUTE = {"gemv_cute_kernel", "gemv_cute_shared_kernel", "few_rows_cute_kernel"}  # with their library
 
 
 @pytest.fixture(scope="module")
