@@ -40,6 +40,43 @@ def gate_shares(gate, inverse_temperature, floor):
 
 
 @triton.jit
+def part(pointer, i: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Piece `i` of a row of D, held in pieces of `BLOCK`."""
+    column = i * BLOCK + tl.arange(0, BLOCK)
+    if (i + 1) * BLOCK <= D:
+        return tl.load(pointer + column)
+    return tl.load(pointer + column, mask=column < D, other=0.0)
+
+
+@triton.jit
+def put(pointer, value, i: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Write piece `i` of a row of D as BF16."""
+    column = i * BLOCK + tl.arange(0, BLOCK)
+    if (i + 1) * BLOCK <= D:
+        tl.store(pointer + column, value.to(tl.bfloat16))
+    else:
+        tl.store(pointer + column, value.to(tl.bfloat16), mask=column < D)
+
+
+@triton.jit
+def mean_square(pieces, D: tl.constexpr, PIECES: tl.constexpr):
+    """Of a row in pieces, each thread's values added up before threads exchange theirs."""
+    squares = pieces[0] * pieces[0]
+    for i in tl.static_range(1, PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+        squares += pieces[i] * pieces[i]
+    return tl.sum(squares, axis=0) * (1.0 / D)
+
+
+@triton.jit
+def loads_are_asked_for(PDL: tl.constexpr):
+    """Keep the loads above this line before those below. NVIDIA's assembler moves a load down to
+    the next barrier, here behind all that waits for the others, so that one latency follows the
+    other; the barrier is nothing to wait for, it takes that place."""
+    if PDL:
+        tl.debug_barrier()
+
+
+@triton.jit
 def residual_boundary_kernel(
     y_ptr,
     h_ptr,
@@ -57,8 +94,7 @@ def residual_boundary_kernel(
     post_eps,
     eps,
     D: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     POST: tl.constexpr,
     GATED: tl.constexpr,
@@ -66,65 +102,50 @@ def residual_boundary_kernel(
     KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`POST` is "weighted", "input_scaled" or "unit". With `GATED` the two scales are the inverse
-    temperature and the floor of the gates at `gate_ptr`, FP32. `KEEP` stores what the pre-norm
-    multiplies each row by at `rms_ptr`, FP32."""
+    """A row is held in pieces of `BLOCK`. `POST` is "weighted", "input_scaled" or "unit". With
+    `GATED` the two scales are the inverse temperature and the floor of the gates at `gate_ptr`,
+    FP32. `KEEP` stores what the pre-norm multiplies each row by at `rms_ptr`, FP32."""
     let_next_start(PDL)
-    head = tl.arange(0, HEAD)
-    in_head = head < D
-    post_head, post_tail = 0.0, 0.0
-    if POST != "unit":
-        post_head = tl.load(post_ptr + head, mask=in_head, other=0.0)
-    pre_head = tl.load(pre_ptr + head, mask=in_head, other=0.0)
-    y_share_head, h_share_head = y_scale, h_scale
-    if GATED:
-        gate = tl.load(gate_ptr + head, mask=in_head, other=0.0)
-        y_share_head, h_share_head = gate_shares(gate, y_scale, h_scale)
-    if TAIL > 0:
-        tail = HEAD + tl.arange(0, TAIL)
-        in_tail = tail < D
-        if POST != "unit":
-            post_tail = tl.load(post_ptr + tail, mask=in_tail, other=0.0)
-        pre_tail = tl.load(pre_ptr + tail, mask=in_tail, other=0.0)
-        y_share_tail, h_share_tail = y_scale, h_scale
+    PIECES: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    posts, pres, y_shares, h_shares = (), (), (), ()
+    for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+        if POST == "unit":
+            posts = posts + (0.0,)
+        else:
+            posts = posts + (part(post_ptr, i, D, BLOCK),)
+        pres = pres + (part(pre_ptr, i, D, BLOCK),)
         if GATED:
-            gate = tl.load(gate_ptr + tail, mask=in_tail, other=0.0)
-            y_share_tail, h_share_tail = gate_shares(gate, y_scale, h_scale)
+            y_share, h_share = gate_shares(part(gate_ptr, i, D, BLOCK), y_scale, h_scale)
+            y_shares, h_shares = y_shares + (y_share,), h_shares + (h_share,)
+        else:
+            y_shares, h_shares = y_shares + (y_scale,), h_shares + (h_scale,)
 
     previous_is_done(PDL)
     WEIGHTED: tl.constexpr = POST == "weighted"
     first = tl.program_id(0).to(tl.int64) * ROWS
     for row in range(first, tl.minimum(first + ROWS, count)):
         y_row, h_row = y_ptr + row * y_stride, h_ptr + row * h_stride
-        y_head = tl.load(y_row + head, mask=in_head, other=0.0).to(tl.float32)
-        h_head = tl.load(h_row + head, mask=in_head, other=0.0).to(tl.float32)
-        if POST == "input_scaled":
-            y_head = scaled_input(y_head, post_head)
-        squares = tl.sum(y_head * y_head, axis=0)
-        if TAIL > 0:
-            y_tail = tl.load(y_row + tail, mask=in_tail, other=0.0).to(tl.float32)
-            h_tail = tl.load(h_row + tail, mask=in_tail, other=0.0).to(tl.float32)
+        h_out, x_out = h_out_ptr + row * D, x_out_ptr + row * D
+        ys, hs = (), ()
+        for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+            hs = hs + (part(h_row, i, D, BLOCK).to(tl.float32),)
+        loads_are_asked_for(PDL)
+        for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+            y = part(y_row, i, D, BLOCK).to(tl.float32)
             if POST == "input_scaled":
-                y_tail = scaled_input(y_tail, post_tail)
-            squares += tl.sum(y_tail * y_tail, axis=0)
-        inverse = tl.rsqrt(squares * (1.0 / D) + post_eps)
-        h_head = post_norm_and_add(
-            y_head, h_head, post_head, inverse, y_share_head, h_share_head, WEIGHTED, GATED
-        )
-        squares = tl.sum(h_head * h_head, axis=0)
-        if TAIL > 0:
-            h_tail = post_norm_and_add(
-                y_tail, h_tail, post_tail, inverse, y_share_tail, h_share_tail, WEIGHTED, GATED
+                y = scaled_input(y, posts[i])
+            ys = ys + (y,)
+        inverse = tl.rsqrt(mean_square(ys, D, PIECES) + post_eps)
+        added = ()
+        for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+            h = post_norm_and_add(
+                ys[i], hs[i], posts[i], inverse, y_shares[i], h_shares[i], WEIGHTED, GATED
             )
-            squares += tl.sum(h_tail * h_tail, axis=0)
-        inverse = tl.rsqrt(squares * (1.0 / D) + eps)
+            added = added + (h,)
+        inverse = tl.rsqrt(mean_square(added, D, PIECES) + eps)
         if KEEP:
             tl.store(rms_ptr + row, inverse)
-        h_out, x_out = h_out_ptr + row * D, x_out_ptr + row * D
-        x_head = h_head * inverse * norm_factor(pre_head, CENTRED)
-        tl.store(h_out + head, h_head.to(tl.bfloat16), mask=in_head)
-        tl.store(x_out + head, x_head.to(tl.bfloat16), mask=in_head)
-        if TAIL > 0:
-            x_tail = h_tail * inverse * norm_factor(pre_tail, CENTRED)
-            tl.store(h_out + tail, h_tail.to(tl.bfloat16), mask=in_tail)
-            tl.store(x_out + tail, x_tail.to(tl.bfloat16), mask=in_tail)
+        for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+            x = added[i] * inverse * norm_factor(pres[i], CENTRED)
+            put(h_out, added[i], i, D, BLOCK)
+            put(x_out, x, i, D, BLOCK)

@@ -1,9 +1,13 @@
 """The residual boundary's kernel against the reference: every rounding point, every layout."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from optimized.residual_boundary import CHANGE, BoundaryKnobs, row_pieces
+from optimized.residual_boundary import CHANGE, BoundaryKnobs, piece
 from reference.beam import ResidualBoundary
 from tests.optimized.kernel_checks import (
     DEVICE,
@@ -68,10 +72,66 @@ def test_every_knob_gives_the_same_function():
 
 
 def test_split_rows_at_full_width():
-    assert row_pieces(5120, split=True) == (4096, 1024)
+    assert piece(5120, split=True) == 1024
     assert_matches(
-        ResidualBoundary(3, EPS), arguments(3, 5120), BoundaryKnobs(warps=8, rows=2, split=True)
+        ResidualBoundary(3, EPS), arguments(3, 5120), BoundaryKnobs(warps=4, rows=2, split=True)
     )
+
+
+@pytest.mark.parametrize("width", [9 * 32, 320, 15 * 32])
+def test_the_last_piece_may_be_partly_empty(width):
+    knobs = BoundaryKnobs(warps=2, rows=2, split=True)
+    assert piece(width, split=True) == 64 and knobs.is_valid({"T": 300, "D": width})
+    assert_matches(ResidualBoundary(5, EPS), arguments(3, width), knobs)
+
+
+def test_many_rows_of_a_width_that_is_no_power_of_two_are_not_padded():
+    many, few = {"T": 16384, "D": 5120}, {"T": 1, "D": 5120}
+    assert BoundaryKnobs.heuristic(many) == BoundaryKnobs(warps=4, rows=1, split=True)
+    assert BoundaryKnobs.heuristic(few) == BoundaryKnobs(warps=16, rows=1, split=False)
+    assert not BoundaryKnobs(warps=8, rows=1, split=True).is_valid({"T": 300, "D": 320})
+
+
+LATE_LOADS = """
+import re, subprocess, tempfile, triton
+from pathlib import Path
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from optimized.residual_boundary import offline_cases
+from optimized.triton_support import EXACT
+
+for case in offline_cases():
+    names = [*case.signature, "PDL"]
+    kinds = {n: k.removesuffix(":16") for n, k in case.signature.items()} | {"PDL": "constexpr"}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, kind in case.signature.items()
+               if kind[0] == "*" or kind.endswith(":16")}
+    source = ASTSource(case.kernel, kinds, {**case.constexprs, "PDL": True}, aligned)
+    options = {"num_warps": case.num_warps, **EXACT}
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(done.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [str(tool), "--dump-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = re.findall(r"(LDG|SHFL)", text)
+    print(code.count("LDG"), code.index("SHFL"))
+"""
+
+
+def test_a_row_is_asked_for_before_any_of_it_is_waited_for(tmp_path):
+    """In the machine code no load follows the first exchange between threads."""
+    script = tmp_path / "script.py"
+    script.write_text(LATE_LOADS)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.getcwd(), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(counts) == 2
+    for loads, before_exchange in counts:
+        assert loads == before_exchange > 0
 
 
 def test_no_rows():
