@@ -157,7 +157,8 @@ def offline_cases() -> list[OfflineCase]:
             types = {name: up[name] for name in kernel.arg_names if name in up}
             cases.append(OfflineCase(kernel, types, values, knobs.up_warps))
         across = replace(knobs, down_across=True, down_held=7, down_rows=8, down_block=64)
-        kernels = (experts_down_kernel, knobs), (experts_down_across_kernel, across)
+        plain = replace(knobs, down_across=False)
+        kernels = (experts_down_kernel, plain), (experts_down_across_kernel, across)
         for kernel, chosen in kernels[: 2 if inner == 320 else 1]:
             values = {**sizes, **down_blocks(chosen, {"K": 8, "F": inner})}
             types = {name: down[name] for name in kernel.arg_names if name in down}
