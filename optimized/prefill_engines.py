@@ -2,7 +2,7 @@
 
 `cudnn` is cuDNN's attention, by its frontend's graph, causal at the lower right corner.
 `flashinfer` is FlashAttention-3 in FlashInfer's batch prefill; to it a sequence of the cache is one
-page. Both read keys and values where they are, a key once for a query head, and round what our own
+page. Both read keys and values where they are, once for each query head, and round what our own
 kernel rounds: exponentials to BF16 before their product with v, and the output.
 
 A call's shapes are planned when they first come up. That waits for the device, and FlashInfer
@@ -13,10 +13,8 @@ and nothing else.
 import functools
 import importlib
 import logging
-import shutil
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +22,12 @@ from torch import Tensor
 
 from optimized.gemv_engines import CannotServe, not_in_a_graph
 from optimized.launches import LibraryKernel, observed
-from optimized.peers.peer import BROKEN
 
 log = logging.getLogger(__name__)
 
 OWN = "triton"
 LIBRARIES = {"cudnn": "cudnn", "flashinfer": "flashinfer.prefill"}
+PACKAGES = {"cudnn": "nvidia-cudnn-frontend", "flashinfer": "flashinfer-python"}
 ENGINES = (OWN, *LIBRARIES)
 DIMS = 64, 128  # head dimensions that both libraries take on Hopper
 HOPPER = 9  # major compute capability
@@ -37,13 +35,12 @@ CUDNN = LibraryKernel("sdpa", library="cuDNN")
 FLASHINFER = LibraryKernel("batch_prefill_fa3", library="FlashInfer")
 WORKSPACE = 16 << 20  # bytes; FlashInfer's FA3 needs them only to be there
 
-
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @functools.cache
 def missing(engine: str) -> str | None:
-    """Why `engine` cannot run on this machine, or None; imports its library."""
+    """Why `engine` cannot run on this machine, or None; imports its library and runs it once."""
     if engine == OWN:
         return None
     if not torch.cuda.is_available():
@@ -52,20 +49,21 @@ def missing(engine: str) -> str | None:
         return f"it is used on Hopper GPUs only, this is {torch.cuda.get_device_name()}"
     try:
         importlib.import_module(LIBRARIES[engine])
-    except BROKEN as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"{LIBRARIES[engine]} cannot be imported ({first})"
-    if engine == "flashinfer" and not _compiler():
-        return "FlashInfer compiles its kernel, and there is no nvcc (set CUDA_HOME)"
+        _try(engine)
+    except Exception as error:  # noqa: BLE001, whatever a library raises that does not fit here
+        said = f"{LIBRARIES[engine]} cannot be used ({_line(error)})"
+        return f"{said}; install {PACKAGES[engine]}"
     return None
 
 
-def _compiler() -> bool:
-    from torch.utils.cpp_extension import CUDA_HOME
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
-    return shutil.which("nvcc") is not None or (
-        CUDA_HOME is not None and (Path(CUDA_HOME) / "bin/nvcc").exists()
-    )
+
+def _try(engine: str) -> None:
+    q, k = (torch.zeros(1, n, 1, 128, dtype=torch.bfloat16, device="cuda") for n in (64, 192))
+    attend(engine, q, k, k, None, 1.0)
+    torch.cuda.synchronize()
 
 
 def takes(engine: str, shape: Mapping[str, int]) -> bool:
@@ -129,7 +127,7 @@ def _planned(engine: str, like: Tensor, layouts: Any, scale: float) -> Run:
             try:
                 _PLANS[key] = make(like.device, layouts, scale)
             except fails as error:
-                text = f"engine {engine!r} cannot plan {layouts}: {str(error).splitlines()[0]}"
+                text = f"engine {engine!r} cannot plan {layouts}: {_line(error)}"
                 log.warning("%s", text)
                 raise CannotServe(text) from error
             torch.cuda.synchronize(like.device)  # later calls may come from other streams

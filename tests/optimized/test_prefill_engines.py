@@ -3,6 +3,7 @@ a GPU their results."""
 
 import contextlib
 import math
+import re
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -269,13 +270,21 @@ def test_why_an_engine_is_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     for engine, module in LIBRARIES.items():
         monkeypatch.setitem(sys.modules, module, None)
-        assert f"{module} cannot be imported" in why(engine)
+        assert re.match(rf"{module} cannot be used \(.*\); install ", why(engine) or "")
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
-    monkeypatch.setattr(prefill_engines, "_compiler", lambda: False)
-    assert why("cudnn") is None and "nvcc" in why("flashinfer")
-    monkeypatch.setattr(prefill_engines, "_compiler", lambda: True)
-    assert why("flashinfer") is None
+    tried = []
+    monkeypatch.setattr(prefill_engines, "_try", tried.append)
+    assert why("cudnn") is None and why("flashinfer") is None
+    assert tried == ["cudnn", "flashinfer"]
+
+    def fail(engine):
+        raise RuntimeError("no nvcc\nin three places")
+
+    monkeypatch.setattr(prefill_engines, "_try", fail)
+    assert why("flashinfer") == (
+        "flashinfer.prefill cannot be used (no nvcc); install flashinfer-python"
+    )
 
 
 @pytest.mark.gpu
