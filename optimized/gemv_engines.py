@@ -156,7 +156,7 @@ def cute_fits(shape: Mapping[str, int], knobs: Any) -> bool:
     `block` columns of a warp are in flight, the smallest power of two where all of them are.
     """
     width, warps, rows, block = shape["D"], knobs.warps, knobs.rows, knobs.block
-    if not takes(CUTE, shape) or block < 2 * CHUNK:
+    if not takes(CUTE, shape) or block < 2 * CHUNK or knobs.hold not in (REGISTERS, SHARED):
         return False
     shared = knobs.hold == SHARED
     if shape["M"] == 1:

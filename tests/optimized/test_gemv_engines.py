@@ -112,6 +112,7 @@ def test_knobs_that_say_nothing_have_one_value(all_engines, rows, outputs, width
         (1, {"warps": 8, "rows": 1, "block": 1024}, False),  # two rows at a time
         (1, {"warps": 8, "rows": 16, "block": 1024, "hold": SHARED}, True),
         (1, {"warps": 4, "rows": 32, "block": 512, "hold": SHARED}, False),  # 338 KB
+        (1, {"warps": 4, "rows": 2, "block": 1024, "hold": "cache"}, False),
         (8, {"warps": 8, "rows": 16, "block": 64, "hold": SHARED}, False),
         (8, {"warps": 8, "rows": 16, "block": 64}, True),
         (8, {"warps": 8, "rows": 16, "block": 1024}, True),  # all 640 columns of a warp
