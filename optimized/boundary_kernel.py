@@ -4,7 +4,12 @@ import triton
 import triton.language as tl
 
 from optimized.norms import norm_factor, scaled_input
-from optimized.triton_support import let_next_start, previous_is_done, sigmoid_fp32
+from optimized.triton_support import (
+    let_next_start,
+    loads_are_asked_for,
+    previous_is_done,
+    sigmoid_fp32,
+)
 
 
 @triton.jit
@@ -65,15 +70,6 @@ def mean_square(pieces, D: tl.constexpr, PIECES: tl.constexpr):
     for i in tl.static_range(1, PIECES):  # pyright: ignore[reportGeneralTypeIssues]
         squares += pieces[i] * pieces[i]
     return tl.sum(squares, axis=0) * (1.0 / D)
-
-
-@triton.jit
-def loads_are_asked_for(PDL: tl.constexpr):
-    """Keep the loads above this line before those below. NVIDIA's assembler moves a load down to
-    the next barrier, here behind all that waits for the others, so that one latency follows the
-    other; the barrier is nothing to wait for, it takes that place."""
-    if PDL:
-        tl.debug_barrier()
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """The kernel that prepares queries and keys: per-head RMSNorm, q's factor, RoPE, the cache write.
 
-A program serves some heads of one row (token). A head is held as two halves of P = d / 2 columns,
-which RoPE combines. All arithmetic is FP32; each step rounds to BF16 where the reference does.
+A program serves some heads of one row (token), or of several. A head is held as two halves of P =
+d / 2 columns, which RoPE combines. All arithmetic is FP32; each step rounds to BF16 where the
+reference does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,33 +15,52 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.change import KnobValue
-from optimized.triton_support import OfflineCase, begin, launch, outside_domain, row_stride
+from optimized.triton_support import (
+    OfflineCase,
+    begin,
+    launch,
+    loads_are_asked_for,
+    outside_domain,
+    row_stride,
+)
 
 MAX_ROWS = 16384  # tested up to here
 FEW_ROWS = 256  # fewer programs than fill an H200: latency counts
+MOST_ROWS = 16
+# Of a program where there are many rows, 32 a thread; with fewer, starting thread blocks counts: 2
+# for each of 16384 tokens of a TP8 rank of Beam took 57 us of an H200, 71 MB (2026-11-30).
+VALUES = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
 class QKKnobs:
-    """`warps` of a thread block and the `heads` it serves; sizes are T rows, H, Hkv and d."""
+    """`warps` of a thread block, the `heads` that it serves, and of how many `rows` (tokens); sizes
+    are T rows, H, Hkv and d."""
 
     warps: int
     heads: int
+    rows: int = 1
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "QKKnobs":
-        few = shape["T"] <= FEW_ROWS
-        heads = 1 if few else min(8, triton.next_power_of_2(shape["H"]))
-        warps = 1 if few else max(1, min(4, heads * shape["d"] // 64))
-        return cls(warps=warps, heads=heads)
+        if shape["T"] <= FEW_ROWS:
+            return cls(warps=1, heads=1)
+        heads = min(8, triton.next_power_of_2(shape["H"]))
+        rows = max(1, min(MOST_ROWS, VALUES // (heads * shape["d"])))
+        return cls(warps=max(1, rows * heads * shape["d"] // 1024), heads=heads, rows=rows)
 
     @classmethod
     def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
-        return {"warps": (1, 2, 4), "heads": (1, 2, 4, 8)}
+        few = shape["T"] <= FEW_ROWS
+        return {
+            "warps": (1, 2, 4) if few else (1, 2, 4, 8),
+            "heads": (1, 2, 4, 8),
+            "rows": (1,) if few else (1, 2, 4, 8, MOST_ROWS),
+        }
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
-        powers = self.warps & (self.warps - 1) == 0 and self.heads & (self.heads - 1) == 0
-        values = self.heads * shape["d"]
+        powers = all(n > 0 and n & (n - 1) == 0 for n in (self.warps, self.heads, self.rows))
+        values = self.rows * self.heads * shape["d"]
         enough = self.warps == 1 or values >= 64 * self.warps
         return powers and enough and values // self.warps <= 2048 and self.heads <= 2 * shape["H"]
 
@@ -67,10 +87,16 @@ def normed_heads(
 
 @triton.jit
 def halves(row_ptr, heads, columns, mask, P: tl.constexpr):
-    """`heads` [HEADS, 1] of one row as FP32 halves [HEADS, P]."""
-    offsets = heads * (2 * P) + columns
-    a = tl.load(row_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    return a, tl.load(row_ptr + offsets + P, mask=mask, other=0.0).to(tl.float32)
+    """`heads` [HEADS, 1] of a row, or each of its own row, as FP32 halves [HEADS, P]."""
+    a, b = stored_halves(row_ptr, heads, columns, mask, P)
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
+def stored_halves(row_ptr, heads, columns, mask, P: tl.constexpr):
+    """The same as they are in memory."""
+    pointers = row_ptr + heads * (2 * P) + columns
+    return tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + P, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -112,12 +138,25 @@ def store_heads(row_ptr, a, b, heads, columns, mask, head_stride, P: tl.constexp
 
 
 @triton.jit
-def copy_heads(from_ptr, to_ptr, heads, columns, mask, head_stride, P: tl.constexpr):
-    """Copy heads of one row, bits as they are."""
-    source = from_ptr + heads * (2 * P) + columns
-    target = to_ptr + heads * head_stride + columns
-    tl.store(target, tl.load(source, mask=mask), mask=mask)
-    tl.store(target + P, tl.load(source + P, mask=mask), mask=mask)
+def rows_and_heads(first, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """A program's rows [ROWS * HEADS, 1], int64, or the only one; and its heads, `first` and on."""
+    start = tl.program_id(0).to(tl.int64) * ROWS
+    if ROWS == 1:
+        return start, first + tl.arange(0, HEADS)[:, None]
+    else:
+        step = tl.arange(0, ROWS * HEADS)[:, None]
+        return start + step // HEADS, first + step % HEADS
+
+
+@triton.jit
+def angles(cos_ptr, sin_ptr, row, columns, inside, P: tl.constexpr, ROTATION: tl.constexpr):
+    """cos and sin of rows, FP32."""
+    if ROTATION == "none":
+        return 0.0, 0.0
+    else:
+        place = row * P + columns
+        cos = tl.load(cos_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        return cos, tl.load(sin_ptr + place, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -144,6 +183,7 @@ def qk_norm_kernel(
     v_batch,
     v_slot,
     v_head,
+    count,
     steps,
     eps,
     factor,
@@ -152,6 +192,7 @@ def qk_norm_kernel(
     P: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SCALED: tl.constexpr,
     ROTATION: tl.constexpr,
@@ -160,38 +201,40 @@ def qk_norm_kernel(
     """Norms, q times its factor, RoPE, and the cache write. `SCALED` is "row" where each row has a
     factor, "all" where `factor` is that of all, or "none"."""
     begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     columns = tl.arange(0, P)[None, :]
-    cos, sin = 0.0, 0.0
-    if ROTATION != "none":
-        cos = tl.load(cos_ptr + row * P + columns).to(tl.float32)
-        sin = tl.load(sin_ptr + row * P + columns).to(tl.float32)
     query_groups: tl.constexpr = (H + HEADS - 1) // HEADS
     if group < query_groups:
-        heads = group * HEADS + tl.arange(0, HEADS)[:, None]
-        mask = (heads < H) & (columns < P)
+        row, heads = rows_and_heads(group * HEADS, HEADS, ROWS)
+        mask = (heads < H) & (row < count) & (columns < P)
+        cos, sin = angles(cos_ptr, sin_ptr, row, columns, row < count, P, ROTATION)
+        shares = factor
         if SCALED == "row":
-            factor = tl.load(factors_ptr + row)
+            shares = tl.load(factors_ptr + row, mask=row < count, other=0.0)
+        loads_are_asked_for(PDL and ROWS > 1)
         q_row = q_ptr + row * q_stride
         a, b = normed_heads(q_row, q_weight, heads, columns, mask, eps, P, WEIGHTED)
         if SCALED != "none":
-            a, b = _rounded(a * factor), _rounded(b * factor)
+            a, b = _rounded(a * shares), _rounded(b * shares)
         a, b = turned(a, b, cos, sin, ROTATION)
         store_heads(q_out + row * (H * 2 * P), a, b, heads, columns, mask, 2 * P, P)
     else:
-        kv_heads = (group - query_groups) * KV_HEADS + tl.arange(0, KV_HEADS)[:, None]
-        kv_mask = (kv_heads < HKV) & (columns < P)
-        batch, slot = row // steps, tl.load(slots + row)
-        k_row_in = k_ptr + row * k_stride
+        token, kv_heads = rows_and_heads((group - query_groups) * KV_HEADS, KV_HEADS, ROWS)
+        there = token < count
+        kv_mask = (kv_heads < HKV) & there & (columns < P)
+        batch, slot = token // steps, tl.load(slots + token, mask=there, other=0)
+        v_a, v_b = stored_halves(v_ptr + token * v_stride, kv_heads, columns, kv_mask, P)
+        k_cos, k_sin = angles(cos_ptr, sin_ptr, token, columns, there, P, ROTATION)
+        loads_are_asked_for(PDL and ROWS > 1)
+        k_row_in = k_ptr + token * k_stride
         k_a, k_b = normed_heads(k_row_in, k_weight, kv_heads, columns, kv_mask, eps, P, WEIGHTED)
-        k_a, k_b = turned(k_a, k_b, cos, sin, ROTATION)
-        k_target = k_out + row * (HKV * 2 * P)
+        k_a, k_b = turned(k_a, k_b, k_cos, k_sin, ROTATION)
+        k_target = k_out + token * (HKV * 2 * P)
         store_heads(k_target, k_a, k_b, kv_heads, columns, kv_mask, 2 * P, P)
         k_row = k_cache + batch * k_batch + slot * k_slot
         store_heads(k_row, k_a, k_b, kv_heads, columns, kv_mask, k_head, P)
         v_row = v_cache + batch * v_batch + slot * v_slot
-        copy_heads(v_ptr + row * v_stride, v_row, kv_heads, columns, kv_mask, v_head, P)
+        store_heads(v_row, v_a, v_b, kv_heads, columns, kv_mask, v_head, P)
 
 
 def sizes(node: Any, q: Tensor, k: Tensor, *rest: Any) -> dict[str, int]:
@@ -308,16 +351,18 @@ def launch_sizes(
         "v_batch": v_cache.stride(0),
         "v_slot": v_cache.stride(1),
         "v_head": v_cache.stride(2),
+        "count": batch * steps,
         "steps": steps,
         "H": query_heads,
         "HKV": kv_heads,
         "P": dim // 2,
         "HEADS": knobs.heads,
         "KV_HEADS": kv_tile,
+        "ROWS": knobs.rows,
         "num_warps": knobs.warps,
     }
     groups = triton.cdiv(query_heads, knobs.heads) + triton.cdiv(kv_heads, kv_tile)
-    return (batch * steps, groups), arguments
+    return (triton.cdiv(batch * steps, knobs.rows), groups), arguments
 
 
 def cases(heads: int, kv_heads: int, dim: int, **kind: Any) -> list[OfflineCase]:
@@ -330,13 +375,13 @@ def cases(heads: int, kv_heads: int, dim: int, **kind: Any) -> list[OfflineCase]
     for tensor in "kv":
         signature |= {f"{tensor}_{part}": "i64:16" for part in ("batch", "slot", "head")}
     signature |= {f"{tensor}_stride": "i32:16" for tensor in "qkv"}
-    signature |= {"steps": "i32", "eps": "fp32", "factor": "fp32"}
+    signature |= {"count": "i32", "steps": "i32", "eps": "fp32", "factor": "fp32"}
     found = []
     for rows in (1, 16384):
         knobs = QKKnobs.heuristic({"T": rows, "H": heads, "Hkv": kv_heads, "d": dim})
         kv_tile = min(knobs.heads, triton.next_power_of_2(kv_heads))
         values = {"H": heads, "HKV": kv_heads, "P": dim // 2, **kind}
-        values |= {"HEADS": knobs.heads, "KV_HEADS": kv_tile}
+        values |= {"HEADS": knobs.heads, "KV_HEADS": kv_tile, "ROWS": knobs.rows}
         types = signature | dict.fromkeys(values, "constexpr")
         ordered = {n: types[n] for n in qk_norm_kernel.arg_names if n != "PDL"}
         found.append(OfflineCase(qk_norm_kernel, ordered, values, knobs.warps))

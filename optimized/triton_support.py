@@ -135,6 +135,15 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def loads_are_asked_for(PDL: tl.constexpr):
+    """Keep the loads above this line before those below. NVIDIA's assembler moves a load down, to
+    the next barrier or to its use: behind all that waits for other loads, so that one latency
+    follows the other. A barrier holds it, and there is nothing to wait for at this one."""
+    if PDL:
+        tl.debug_barrier()
+
+
+@triton.jit
 def prefetch(pointer, BYTES: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr):
     """Ask for `BYTES` of weights from `pointer` on to come to the L2 cache."""
     if PDL:
@@ -153,7 +162,7 @@ def prefetch(pointer, BYTES: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constex
 
 @triton.jit
 def exp_fp32(x):
-    """e^x in FP32 to 2 ULP, for any x; on an NVIDIA GPU the bits of CUDA's `expf`, and so PyTorch's.
+    """e^x in FP32 to 2 ULP, for any x; on an NVIDIA GPU those of CUDA's `expf`, so PyTorch's.
 
     `tl.exp` multiplies by log2(e) in one FP32 step, which at |x| = 10 costs 10 ULP.
     """

@@ -129,6 +129,13 @@ def test_every_knob_gives_the_same_function(change, node):
 
 
 @pytest.mark.parametrize(("change", "node"), REGIONS)
+def test_programs_of_several_rows(change, node):
+    """One holds rows of two sequences, the last is not full."""
+    args = arguments(node, (2, 11, 6, 2, 32), packed=True)
+    assert_matches(change, node, args, QKKnobs(warps=4, heads=4, rows=8), count=4)
+
+
+@pytest.mark.parametrize(("change", "node"), REGIONS)
 def test_no_tokens(change, node):
     args = arguments(node, (1, 1, 4, 2, 32))
     steps = [i for i, arg in enumerate(args) if arg.shape[:2] == (1, 1)]
@@ -208,6 +215,12 @@ def test_guard_says_why(change, node):
     assert "k_cache" in changed(len(args) - 3, args[-3][:, :, :1])
     if len(args) > 6:
         assert "contiguous torch." in changed(len(args) - 4, args[-4].double())
+
+
+def test_many_rows_are_served_together():
+    sizes = {"T": 16384, "H": 6, "Hkv": 1, "d": 128}
+    assert QKKnobs.heuristic(sizes) == QKKnobs(warps=8, heads=8, rows=8)
+    assert QKKnobs.heuristic(sizes | {"T": 256}) == QKKnobs(warps=1, heads=1, rows=1)
 
 
 def test_heuristic_is_valid_for_any_shape():
