@@ -162,7 +162,7 @@ def prefetch(pointer, BYTES: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constex
 
 @triton.jit
 def exp_fp32(x):
-    """e^x in FP32 to 2 ULP, for any x; on an NVIDIA GPU those of CUDA's `expf`, so PyTorch's.
+    """e^x in FP32 to 2 ULP, for any x; on an NVIDIA GPU the bits of CUDA's `expf`, as PyTorch's.
 
     `tl.exp` multiplies by log2(e) in one FP32 step, which at |x| = 10 costs 10 ULP.
     """
