@@ -39,7 +39,7 @@ from optimized.triton_support import OfflineCase, launch, outside_domain
 
 LOG2_E = 1.4426950408889634
 WORD = 64  # keys of a block where there is a mask: one int64 of bits for a token
-WORDS = 4  # of these looked at together
+WORDS, WIDE_WORDS = 4, 8  # of these looked at together, by bytes and by eight bytes
 LIST_WARPS = 4
 MAX_SHARED = 220_000  # bytes of shared memory
 MAX_ELEMENTS = 2**31  # of a sequence's keys or mask: they are numbered in int32
@@ -123,6 +123,38 @@ def guard(node: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> st
     return outside_domain(q=q, k=k, v=v)
 
 
+def live_blocks(mask: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """mask [B, T, S] bool, in tiles of `tokens` and blocks of WORD keys -> bits [B, T, blocks]
+    int64, what each token sees; blocks [B, tiles, blocks] int32, those that some token of a tile
+    sees, in order; and how many they are, counts [B, tiles] int32."""
+    batch, steps, length = mask.shape
+    tiles, words, place = triton.cdiv(steps, tokens), triton.cdiv(length, WORD), mask.device
+    bits = torch.empty((batch, steps, words), dtype=torch.int64, device=place)
+    blocks = torch.empty((batch, tiles, words), dtype=torch.int32, device=place)
+    counts = torch.empty((batch, tiles), dtype=torch.int32, device=place)
+    wide = not any(n % 8 for n in (length, *mask.stride()[:2], mask.data_ptr()))
+    given = mask.view(torch.int64 if wide else torch.uint8)
+    launch(
+        live_blocks_kernel,
+        (tiles, batch),
+        given,
+        bits,
+        blocks,
+        counts,
+        given.stride(0),
+        given.stride(1),
+        steps,
+        given.shape[2],
+        TOKENS=tokens,
+        TOKEN_ROWS=triton.next_power_of_2(tokens),
+        WORD=WORD,
+        WORDS=WIDE_WORDS if wide else WORDS,
+        WIDE=wide,
+        num_warps=LIST_WARPS,
+    )
+    return bits, blocks, counts
+
+
 def build(node: Any, knobs: PrefillKnobs | None):
     """(q [B, T, H, d], k, v [B, S, Hkv, d], mask [B, T, S] bool or None) -> [B, T, H, d].
 
@@ -144,27 +176,7 @@ def build(node: Any, knobs: PrefillKnobs | None):
         tiles = triton.cdiv(steps, tokens)
         bits = blocks = counts = q  # not read
         if mask is not None:
-            words, place = triton.cdiv(length, WORD), q.device
-            bits = torch.empty((batch, steps, words), dtype=torch.int64, device=place)
-            blocks = torch.empty((batch, tiles, words), dtype=torch.int32, device=place)
-            counts = torch.empty((batch, tiles), dtype=torch.int32, device=place)
-            launch(
-                live_blocks_kernel,
-                (tiles, batch),
-                mask.view(torch.uint8),
-                bits,
-                blocks,
-                counts,
-                mask.stride(0),
-                mask.stride(1),
-                steps,
-                length,
-                TOKENS=tokens,
-                TOKEN_ROWS=triton.next_power_of_2(tokens),
-                WORD=WORD,
-                WORDS=WORDS,
-                num_warps=LIST_WARPS,
-            )
+            bits, blocks, counts = live_blocks(mask, tokens)
         launch(
             prefill_attention_kernel,
             (tiles, k.shape[2], batch),
@@ -241,8 +253,10 @@ def offline_cases() -> list[OfflineCase]:
             cases.append(case(prefill_attention_kernel, knobs.warps, values))
         tokens = knobs.rows // group
         values = {"TOKENS": tokens, "TOKEN_ROWS": triton.next_power_of_2(tokens)}
-        values |= {"WORD": WORD, "WORDS": WORDS}
-        cases.append(case(live_blocks_kernel, LIST_WARPS, values))
+        for wide in (True, False):
+            values |= {"WORD": WORD, "WORDS": WIDE_WORDS if wide else WORDS, "WIDE": wide}
+            pointers["mask_ptr"] = "*i64" if wide else "*u8"
+            cases.append(case(live_blocks_kernel, LIST_WARPS, dict(values)))
     return cases
 
 

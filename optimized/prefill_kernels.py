@@ -7,6 +7,15 @@ from optimized.triton_support import begin, dot_fp32
 
 
 @triton.jit
+def eight_bits(x):
+    """Of each int64 the bits 0 to 7 that say which of its bytes, the lowest first, are not 0."""
+    low = 0x7F7F7F7F7F7F7F7F
+    marks = (((x & low) + low) | x) & -0x7F7F7F7F7F7F7F80  # the highest bit of every such byte
+    # That of byte i times 2^(49 - 7 i) is bit 56 + i; no two of the products share a bit.
+    return (marks * 0x0002040810204081 >> 56) & 0xFF
+
+
+@triton.jit
 def live_blocks_kernel(
     mask_ptr,
     bits_ptr,
@@ -20,26 +29,30 @@ def live_blocks_kernel(
     TOKEN_ROWS: tl.constexpr,
     WORD: tl.constexpr,
     WORDS: tl.constexpr,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """From a mask [B, T, S], of blocks of WORD keys: bits [B, T, blocks] int64, what each token
     sees; blocks [B, tiles, blocks], those of which some token of a tile sees a key, in order; and
-    counts [B, tiles], how many. Programs take WORDS blocks at a time."""
+    counts [B, tiles], how many. Programs take WORDS blocks at a time. With `WIDE` the mask is read
+    as int64, eight keys each, which S and the strides count."""
     begin(PDL)
     tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     step = tl.arange(0, TOKEN_ROWS)
     token = tile * TOKENS + step
     inside = (step < TOKENS) & (token < T)
     rows = mask_ptr + batch * mask_batch + token[:, None] * mask_row
-    total = (S + WORD - 1) // WORD
+    UNITS: tl.constexpr = WORD // 8 if WIDE else WORD
+    total = (S + UNITS - 1) // UNITS
     bits_rows = bits_ptr + (batch * T + token)[:, None] * total
     entry = batch * tl.num_programs(0) + tile
     count = tl.zeros([], tl.int32)
     for first in tl.range(0, total, WORDS):  # pyright: ignore[reportGeneralTypeIssues]
-        key = first * WORD + tl.arange(0, WORDS * WORD)
+        key = first * UNITS + tl.arange(0, WORDS * UNITS)
         seen = tl.load(rows + key[None, :], mask=inside[:, None] & (key < S)[None, :], other=0)
-        seen = (seen != 0).to(tl.int64).reshape(TOKEN_ROWS, WORDS, WORD)
-        words = tl.sum(seen << tl.arange(0, WORD)[None, None, :].to(tl.int64), axis=2)
+        seen = eight_bits(seen) if WIDE else (seen != 0).to(tl.int64)
+        shift = tl.arange(0, UNITS).to(tl.int64) * (WORD // UNITS)
+        words = tl.sum(seen.reshape(TOKEN_ROWS, WORDS, UNITS) << shift[None, None, :], axis=2)
         block = first + tl.arange(0, WORDS)
         exists = block < total
         tl.store(bits_rows + block[None, :], words, mask=inside[:, None] & exists[None, :])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimized.prefill_attention import CHANGE, WORD, PrefillKnobs
+from optimized.prefill_attention import CHANGE, WORD, PrefillKnobs, live_blocks
 from reference.beam import PrefillAttend
 from tests.optimized.kernel_checks import (
     DEVICE,
@@ -105,6 +105,38 @@ def test_hidden_blocks_are_not_read():
     before = assert_matches((q, k, v), mask)
     k[:, 2 * WORD :], v[:, 2 * WORD :] = torch.nan, torch.nan
     assert same_bits(run_triton(CHANGE, PrefillAttend(32**-0.5), q, k, v, mask), before)
+
+
+@pytest.mark.parametrize("length", [9 * WORD, 5 * WORD + 8, 3 * WORD + 13])
+def test_the_list_of_blocks(length):
+    """By eight bytes, and by bytes; any byte that is not zero counts as true."""
+    batch, steps, tokens = 2, 7, 3
+    values = torch.randint(1, 256, (batch, steps, length), device=DEVICE)
+    values[torch.rand(batch, steps, length, device=DEVICE) < 0.5] = 0
+    values[:, :4, WORD : 3 * WORD] = 0
+    values[1, 6] = 0
+    bits, blocks, counts = live_blocks(values.to(torch.uint8).view(torch.bool), tokens)
+    words = -(-length // WORD)
+    for b in range(batch):
+        seen = []
+        for t in range(steps):
+            true = values[b, t].bool().tolist() + [False] * (words * WORD - length)
+            rows = [true[w * WORD : (w + 1) * WORD] for w in range(words)]
+            sums = [sum(bit << i for i, bit in enumerate(row)) for row in rows]
+            assert [found % 2**64 for found in bits[b, t].tolist()] == sums
+            seen.append([w for w, row in enumerate(rows) if any(row)])
+        for tile in range(3):
+            live = sorted(set().union(*seen[tile * tokens : (tile + 1) * tokens]))
+            assert blocks[b, tile, : counts[b, tile]].tolist() == live
+
+
+def test_the_list_of_blocks_of_one_mask_for_all_sequences():
+    mask = torch.rand(1, 5, 3 * WORD, device=DEVICE) < 0.5
+    bits, blocks, counts = live_blocks(mask.expand(2, -1, -1), 4)
+    one = live_blocks(mask, 4)
+    assert counts.tolist() == [[3, 3]] * 2
+    assert torch.equal(bits, one[0].expand_as(bits))
+    assert torch.equal(blocks, one[1].expand_as(blocks))
 
 
 def test_queries_that_see_nothing_get_zeros():
