@@ -118,6 +118,7 @@ def test_knobs_that_say_nothing_have_one_value(all_engines, rows, outputs, width
         (8, {"warps": 8, "rows": 16, "block": 1024}, True),  # all 640 columns of a warp
         (8, {"warps": 8, "rows": 16, "block": 2048}, False),  # the same
         (8, {"warps": 8, "rows": 8, "block": 64}, False),  # no tile
+        (8, {"warps": 8, "rows": 128, "block": 64}, False),  # too many sums and addresses
         (8, {"warps": 4, "rows": 16, "block": 1024}, False),  # too much to hold
     ],
     ids=str,
