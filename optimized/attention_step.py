@@ -28,10 +28,11 @@ import triton
 from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation, region_of
-from optimized.decode_attention import COMBINED_COLUMNS, PROGRAMS
+from optimized.decode_attention import PROGRAMS
 from optimized.step_kernels import step_attention_kernel
-from optimized.step_knobs import MAX_HELD, StepKnobs
+from optimized.step_knobs import MAX_HELD, StepKnobs, padded_group
 from optimized.step_output import combine_gate_kernel, gated_projection_kernel
+from optimized.step_stream import step_stream_kernel
 from optimized.triton_support import INTERPRETED, OfflineCase, launch, outside_domain
 
 # An attention's own parts by their regions; what prepares keys by whether they are all kept.
@@ -132,9 +133,9 @@ def attend(
     heads, kv_heads, weightless = shape["H"], shape["Hkv"], is_weightless(node)
     sums = torch.empty((batch * heads, splits, dim), **partial)
     stats = torch.empty((batch * heads, splits, 2), **partial)
-    group = heads // kv_heads
+    stream = knobs.stream and tiles > 1
     launch(
-        step_attention_kernel,
+        step_stream_kernel if stream else step_attention_kernel,
         (splits, kv_heads, batch),
         q,
         k,
@@ -161,19 +162,31 @@ def attend(
         node.attend.scale,
         node.prepare.eps,
         node.prepare.q_factor if weightless else 1.0,
-        G=group,
-        GROUP=max(8, triton.next_power_of_2(group)),
+        G=heads // kv_heads,
+        GROUP=padded_group(shape),
         P=dim // 2,
         BLOCK=knobs.block,
         SPLITS=splits,
         STAGES=knobs.stages,
-        MORE=tiles > 1,
         MASKED=mask is not None,
         **kinds(weightless, node.is_full),
+        **form(knobs, tiles, dense=is_dense(cache.k) and is_dense(cache.v)),
         WIDE=INTERPRETED,
         num_warps=knobs.warps,
     )
     return sums, stats, splits
+
+
+def is_dense(kept: Tensor) -> bool:
+    """Whether keys or values [B, S, Hkv, d] of a position follow those of the one before."""
+    return kept.stride(1) == kept.shape[2] * kept.shape[3] and kept.stride(2) == kept.shape[3]
+
+
+def form(knobs: StepKnobs, tiles: int, *, dense: bool) -> dict[str, Any]:
+    """What one of the two attention kernels takes alone; shares of one block are no streams."""
+    if not knobs.stream or tiles == 1:
+        return {"MORE": tiles > 1}
+    return {"WARPS": knobs.warps, "AHEAD": min(knobs.ahead, tiles) if dense else 0}
 
 
 def kinds(weightless: bool, full: bool) -> dict[str, Any]:
@@ -236,7 +249,7 @@ def project(
         )
         return out
     a = torch.empty((rows // heads, width), dtype=gate.dtype, device=gate.device)
-    columns = dim if normed else min(COMBINED_COLUMNS, dim)
+    columns = dim if normed else min(knobs.columns, dim)
     launch(
         combine_gate_kernel,
         (rows, dim // columns),
@@ -253,7 +266,7 @@ def project(
         DIM=dim,
         COLUMNS=columns,
         NORMED=normed,
-        num_warps=4,
+        num_warps=knobs.column_warps,
     )
     return node.o_proj(a)
 
@@ -287,23 +300,28 @@ def rank_cases(
         return OfflineCase(kernel, kept, values, warps)
 
     found, heads, dim = [], rank["H"], rank["d"]
-    group, padded = heads // rank["Hkv"], triton.next_power_of_2(heads)
     for length in (100_352, window):
-        knobs = StepKnobs.heuristic({**rank, "S": length})
-        sizes: dict[str, Any] = {"G": group, "GROUP": max(8, triton.next_power_of_2(group))}
-        sizes |= {"P": dim // 2, "BLOCK": knobs.block, "SPLITS": knobs.splits}
-        sizes |= {"STAGES": knobs.stages, "MASKED": True, "MORE": length > window, "WIDE": False}
-        sizes |= kinds(weightless, length > window)
-        found.append(case(step_attention_kernel, knobs.warps, **sizes))
-        sizes = {"SPLITS": knobs.splits, "DIM": dim, "NORMED": weightless}
-        if knobs.splits > MAX_FUSED_SPLITS:
-            columns = dim if weightless else COMBINED_COLUMNS
-            sizes |= {"SPLIT_BLOCK": triton.next_power_of_2(knobs.splits)}
-            found.append(case(combine_gate_kernel, 4, **sizes, COLUMNS=columns))
+        shape = {**rank, "S": length}
+        knobs = StepKnobs.heuristic(shape)
+        tiles = triton.cdiv(triton.cdiv(length, knobs.block), knobs.splits)
+        splits = triton.cdiv(length, tiles * knobs.block)
+        sizes: dict[str, Any] = {"G": heads // rank["Hkv"], "GROUP": padded_group(shape)}
+        sizes |= {"P": dim // 2, "BLOCK": knobs.block, "SPLITS": splits}
+        sizes |= {"STAGES": knobs.stages, "MASKED": True, "WIDE": False}
+        sizes |= {**kinds(weightless, length > window), **form(knobs, tiles, dense=True)}
+        stream = knobs.stream and tiles > 1
+        kernel = step_stream_kernel if stream else step_attention_kernel
+        found.append(case(kernel, knobs.warps, **sizes))
+        sizes = {"SPLITS": splits, "DIM": dim, "NORMED": weightless}
+        if splits > MAX_FUSED_SPLITS:
+            columns = dim if weightless else knobs.columns
+            sizes |= {"SPLIT_BLOCK": triton.next_power_of_2(splits)}
+            found.append(case(combine_gate_kernel, knobs.column_warps, **sizes, COLUMNS=columns))
         else:
+            padded = triton.next_power_of_2(heads)
             sizes |= {"H": heads, "HEADS": padded, "ROWS": knobs.rows}
             sizes |= {"TILES": row_tiles(outputs, padded * dim, knobs)}
-            sizes |= {"CHUNK": shares_at_once(knobs.splits, heads * dim)}
+            sizes |= {"CHUNK": shares_at_once(splits, heads * dim)}
             found.append(case(gated_projection_kernel, knobs.row_warps, **sizes))
     return found
 

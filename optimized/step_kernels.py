@@ -15,7 +15,7 @@ from optimized.triton_support import exp_fp32, let_next_start, previous_is_done
 
 
 @triton.jit
-def _prepared(
+def prepared(
     a,
     b,
     weight_a,
@@ -50,7 +50,7 @@ def _keys_values(k_rows, v_rows, position, S, k_slot, v_slot, P: tl.constexpr):
 
 
 @triton.jit
-def _seen(mask_row, position, S, MASKED: tl.constexpr):
+def is_seen(mask_row, position, S, MASKED: tl.constexpr):
     """Which positions the query sees."""
     inside = position < S
     if MASKED:
@@ -166,7 +166,7 @@ def step_attention_kernel(
         factor = tl.load(factor_ptr + batch)
     mask_row = mask_ptr + batch * mask_batch
     if not MORE:
-        seen = _seen(mask_row, start + block, S, MASKED)
+        seen = is_seen(mask_row, start + block, S, MASKED)
 
     q_weight_a, q_weight_b, k_weight_a, k_weight_b = 1.0, 1.0, 1.0, 1.0
     if WEIGHTED:
@@ -184,11 +184,11 @@ def step_attention_kernel(
 
     # fmt: off
     if MORE:  # early, to take fewer registers: three blocks have to fit an SM
-        q_a, q_b = _prepared(
+        q_a, q_b = prepared(
             q_a, q_b, q_weight_a, q_weight_b, cos, sin, factor, eps, P,
             WEIGHTED, ROTATION, FACTOR != "none",
         )
-    k_new_a, k_new_b = _prepared(
+    k_new_a, k_new_b = prepared(
         k_new_a, k_new_b, k_weight_a, k_weight_b, cos, sin, factor, eps, P,
         WEIGHTED, ROTATION, False,
     )
@@ -203,14 +203,14 @@ def step_attention_kernel(
             k_a, k_b, v = _keys_values(k_rows, v_rows, start + block, S, k_slot, v_slot, P)
     # fmt: off
     if not MORE:  # while the block is read again
-        q_a, q_b = _prepared(
+        q_a, q_b = prepared(
             q_a, q_b, q_weight_a, q_weight_b, cos, sin, factor, eps, P,
             WEIGHTED, ROTATION, FACTOR != "none",
         )
     # fmt: on
     q_a, q_b = tl.trans(q_a.to(tl.bfloat16)), tl.trans(q_b.to(tl.bfloat16))
     if MORE:  # three blocks an SM have no registers for it earlier
-        seen = _seen(mask_row, start + block, S, MASKED)
+        seen = is_seen(mask_row, start + block, S, MASKED)
     highest = tl.full((GROUP,), HIDDEN, tl.float32)
     denominator = tl.zeros((GROUP,), tl.float32)
     numerator = tl.zeros((2 * P, GROUP), tl.float32)
@@ -222,7 +222,7 @@ def step_attention_kernel(
     if MORE:
         for first in tl.range(start + BLOCK, end, BLOCK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             k_a, k_b, v = _keys_values(k_rows, v_rows, first + block, S, k_slot, v_slot, P)
-            seen = _seen(mask_row, first + block, S, MASKED)
+            seen = is_seen(mask_row, first + block, S, MASKED)
             highest, denominator, numerator = _add_block(
                 q_a, q_b, k_a, k_b, v, seen, first + block < S, scale,
                 highest, denominator, numerator, GROUP, WIDE,
