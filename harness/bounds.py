@@ -78,6 +78,12 @@ class CaseNoise:
     counts: list[int] = field(default_factory=list)
     worst: float = 0.0
     typical: bool = True
+    rows: int = 0  # that hold the elements
+    far: dict[float, list[int]] = field(default_factory=dict)  # rows with one so many ULPs off
+
+    def rows_beyond(self, ulps: float) -> "CaseNoise":
+        """The same of rows in place of elements, those with one further off than `ulps`."""
+        return CaseNoise(self.rows, self.far.get(ulps, []))
 
     @property
     def expected(self) -> float:

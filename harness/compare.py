@@ -12,6 +12,13 @@ from harness.trees import bits, same_bits
 
 BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8)}
 BEYOND = ">8"
+FAR = 0.75, 1.5  # ULPs of a row's largest: rows with an element further off are counted
+
+
+def far_rows(apart: Tensor) -> list[Tensor]:
+    """In how many rows the largest of some scaled distances is beyond each of `FAR`."""
+    most = apart.amax(-1) if apart.ndim else apart
+    return [(most > ulps).sum() for ulps in FAR]
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
@@ -93,6 +100,8 @@ class Tally:
     golden_norm: float = 0.0
     distances: dict[str, tuple[float, int]] = field(default_factory=dict)  # worst, of how many
     shares: dict[str, float] = field(default_factory=dict)  # that differ, by case
+    rows: int = 0
+    far: dict[float, int] = field(default_factory=lambda: dict.fromkeys(FAR, 0))  # rows beyond
     quantum: float = 0.0  # one unit in the last place of the largest result
     golden_elements: int = 0
 
@@ -104,6 +113,7 @@ class Tally:
         """Pool one case, all elements or those of `keep`; returns how many differ."""
         if candidate.numel() == 0:
             return 0
+        self.rows += candidate.numel() // (candidate.shape[-1] if candidate.ndim else 1)
         if same_bits(candidate, replay):  # most are, and this is one comparison of many
             kept = candidate.numel() if keep is None else int(keep.expand_as(candidate).sum())
             self._pool(case, 0, kept, [kept, *[0] * len(BUCKETS)], 0.0)
@@ -119,8 +129,11 @@ class Tally:
         bucket = torch.searchsorted(edges, distance.flatten())
         found = torch.bincount(bucket, minlength=6)
         place = apart.flatten().argmax()
-        facts = torch.stack((wrong.sum(), keep.sum() if keep is not None else place, place))
-        (differing, kept, worst_place), counts = facts.tolist(), found.tolist()
+        sums = wrong.sum(), keep.sum() if keep is not None else place, place
+        facts = torch.stack((*sums, *far_rows(apart)))
+        (differing, kept, worst_place, *far), counts = facts.tolist(), found.tolist()
+        for ulps, rows in zip(FAR, far, strict=True):
+            self.far[ulps] += rows
         if keep is None:
             kept = candidate.numel()
         else:
@@ -158,9 +171,12 @@ class Tally:
         if perturbed.numel() == 0 or not is_real(perturbed.dtype):
             return
         size = perturbed.numel() if keep is None else int(keep.expand_as(perturbed).sum())
-        noise = self.noise.setdefault(case, CaseNoise(size, typical=typical))
+        rows = perturbed.numel() // (perturbed.shape[-1] if perturbed.ndim else 1)
+        noise = self.noise.setdefault(case, CaseNoise(size, typical=typical, rows=rows))
         if same_bits(perturbed, replay):
             noise.counts.append(0)
+            for ulps in FAR:
+                noise.far.setdefault(ulps, []).append(0)
             return
         wrong, apart = differs(perturbed, replay, self.numerics), scaled(perturbed, replay)
         moved = (perturbed.to(apart.dtype) - replay).nan_to_num(0.0, 0.0, 0.0)
@@ -168,8 +184,11 @@ class Tally:
             keep = keep.expand_as(wrong)
             wrong, apart, moved = wrong & keep, apart.masked_fill(~keep, 0.0), moved * keep
         facts = wrong.sum(), apart.max(), moved.abs().max(), moved.square().mean()
-        count, top, peak, square = torch.stack([f.double() for f in facts]).tolist()
+        told = torch.stack([f.double() for f in (*facts, *far_rows(apart))]).tolist()
+        count, top, peak, square, *far = told
         noise.counts.append(int(count))
+        for ulps, found in zip(FAR, far, strict=True):
+            noise.far.setdefault(ulps, []).append(int(found))
         noise.worst = max(noise.worst, top)
         self.self_noise.peak = max(self.self_noise.peak, peak)
         self.self_noise.square = max(self.self_noise.square, square)

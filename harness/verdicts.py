@@ -13,6 +13,7 @@ from harness.weigh import Evidence
 NOT_VISIBLE = "not visible"
 NEITHER = "neither"  # most elements equal neither replay: something else is wrong
 OPPOSITE = {"kept": "elided", "elided": "kept", "added": "kept"}
+FEW_MOVED = 8  # elements by which noise is told from a single event
 UNCALLED = "nothing was judged: the reference calls none of these modules"
 
 
@@ -97,6 +98,14 @@ def output_report(exam: Examination, tally: Tally) -> UlpReport:
                 f"{tally.output}: an element is {worst:.3g} ULPs of its row's largest off, "
                 f"{limit:.3g} allowed ({case})",
             )
+    for ulps, rows in tally.far.items():
+        most = far_limit(tally, ulps)
+        if tally.numerics == "reduction" and rows > most:
+            exam.faults.add(
+                "distance",
+                f"{tally.output}: {rows} of {tally.rows} rows have an element more than {ulps:g} "
+                f"ULPs of the row's largest off, {most} are noise",
+            )
     mine, ours = golden_errors(tally)
     limit = golden_limit(tally, allowed)
     if mine > limit:
@@ -141,8 +150,18 @@ def distance_limit(tally: Tally, case: str, elements: int) -> float:
     if not draws:
         return 1.0
     # Few flips make a distance, each rare: its tail falls as an exponential's, not as a normal's.
+    if noise is not None and not noise.typical:
+        # Seen in a few replays: what never moved there says nothing about how far an element does.
+        moved = sum(noise.counts)
+        elements, draws = math.ceil(elements * moved / draws), max(FEW_MOVED, moved)
     seen = max(n.worst for n in group) * bounds.extreme_factor(elements, draws) ** 2
     return 1.0 + (seen or 2 * tally.self_noise.elided)
+
+
+def far_limit(tally: Tally, ulps: float) -> int:
+    """How many rows may have an element further off than `ulps`: as for differing elements. Rows,
+    for one flip before a norm or a product moves many elements of its row."""
+    return bounds.allowed([n.rows_beyond(ulps) for n in tally.noise.values()], tally.rows)
 
 
 def golden_errors(tally: Tally) -> tuple[float, float]:

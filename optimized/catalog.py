@@ -13,7 +13,7 @@ from types import ModuleType
 
 from torch import nn
 
-from optimized.change import Change, Implementation, nodes
+from optimized.change import Change, Implementation, served
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +71,13 @@ def load_change(name_or_path: str) -> Change:
 
 
 def for_model(model: nn.Module, device_type: str) -> list[tuple[Change, Implementation]]:
-    """What can be tried on `model`: each change with nodes in it, once for each of its
-    implementations that runs on `device_type` ("cpu" or "cuda")."""
+    """What can be tried on `model`: each change once for each of its implementations that runs on
+    `device_type` ("cpu" or "cuda") and serves a node in it."""
     return [
         (change, implementation)
         for change in changes().values()
-        if nodes(model, change.region)
         for implementation in change.implementations
-        if device_type in implementation.devices
+        if device_type in implementation.devices and served(model, change.region, implementation)
     ]
 
 

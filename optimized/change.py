@@ -56,7 +56,8 @@ class Implementation:
     told by a `Domain`, on top.
     `prepare(parent, node)` runs once when the change is applied (weight packing); it may move
     parameters to other storage, never change their values or names.
-    `unsupported(node, device_type)` says why it cannot serve this node at all, or None.
+    `unsupported(node)` says why it cannot serve a node of the region in any call, or None: one
+    whose parts are another model's.
     """
 
     backend: str  # "triton", "inductor", "torch", "cutedsl", "flashinfer"
@@ -66,6 +67,7 @@ class Implementation:
     prepare: Callable[[nn.Module, nn.Module], None] | None = None
     knobs: type[Any] | None = None
     shape: Callable[..., dict[str, int]] | None = None  # (node, *args) -> sizes for knobs
+    unsupported: Callable[[nn.Module], str | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,15 @@ def region_of(module: nn.Module) -> str:
 def nodes(model: nn.Module, region: str) -> list[str]:
     """Qualified names of the model's modules that belong to `region`, in order."""
     return [name for name, module in model.named_modules() if name and region_of(module) == region]
+
+
+def served(model: nn.Module, region: str, implementation: Implementation) -> list[str]:
+    """The nodes of `region` that the implementation can serve."""
+    unsupported = implementation.unsupported
+    names = nodes(model, region)
+    if unsupported is None:
+        return names
+    return [name for name in names if unsupported(model.get_submodule(name)) is None]
 
 
 def reached(model: nn.Module, names: Sequence[str]) -> list[str]:

@@ -46,10 +46,17 @@ class GatedRouterKnobs(BoundaryRouterKnobs):
         return more.is_valid(shape)
 
 
+PARTS = "biased_router", "gated_residual_boundary"  # of a layer that is served
+
+
+def unsupported(node: Any) -> str | None:
+    """Why the kernels serve no call of this layer, or None."""
+    return boundary_router.lacks(node, *PARTS)
+
+
 def guard(node: Any, h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor) -> str | None:
     """Why the kernel does not take this call, or None."""
-    refused = boundary_router.outside(node, h, x, "biased_router", "gated_residual_boundary")
-    return refused or outside_experts(node)
+    return boundary_router.outside(node, h, x, *PARTS) or outside_experts(node)
 
 
 def outside_experts(node: Any) -> str | None:
@@ -133,6 +140,7 @@ CHANGE = Change(
             guard=guard,
             knobs=GatedRouterKnobs,
             shape=shape,
+            unsupported=unsupported,
         ),
     ),
 )

@@ -27,11 +27,13 @@ from optimized.boundary_router import MAX_TOKENS, offline_case, outside, shape
 from optimized.change import Change, Contract, Implementation, KnobValue
 from optimized.gated_boundary import GatedBoundaryKnobs
 from optimized.gated_boundary_router import (
+    PARTS,
     GatedRouterKnobs,
     cross_and_route,
     experts_of,
     leave,
     outside_experts,
+    unsupported,
 )
 from optimized.norms import norm_factor
 from optimized.residual_boundary import MAX_ROWS, cross
@@ -112,13 +114,12 @@ def sizes(node: Any, h: Tensor, x: Tensor, *rest: Any) -> dict[str, int]:
 def guard(node: Any, h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor) -> str | None:
     """Why the kernels do not take this call, or None."""
     tokens = shape(node, h, x)["N"]
-    routed = "biased_router", "gated_residual_boundary"
     if tokens <= MAX_TOKENS:
-        return outside(node, h, x, *routed) or outside_experts(node)
+        return outside(node, h, x, *PARTS) or outside_experts(node)
     if tokens > MAX_ROWS:
         return f"{tokens} tokens, the kernels take up to {MAX_ROWS}"
     one = h[:1, :1], x[:1, :1]
-    refused = outside(node, *one, *routed) or outside_experts(node)
+    refused = outside(node, *one, *PARTS) or outside_experts(node)
     weight = node.pre_feedforward_layernorm.weight
     return refused or residual_boundary.guard(node, x, h, weight, weight)
 
@@ -224,6 +225,7 @@ CHANGE = Change(
             guard=guard,
             knobs=TF32Knobs,
             shape=sizes,
+            unsupported=unsupported,
         ),
     ),
 )

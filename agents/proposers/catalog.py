@@ -2,13 +2,15 @@
 
 from agents.proposers.base import Context, Suggestion, suggest
 from optimized.catalog import changes
+from optimized.change import nodes, served
 
 
 class Catalog:
     name = "catalog"
 
     def propose(self, context: Context) -> list[Suggestion]:
-        """Every catalogued change for a traced region that this device can run.
+        """Every catalogued change for a traced region that this device can run and that serves a
+        node of the model.
 
         Where a change has several implementations, the first that was not tried stands for it, so
         that the next one gets its turn only after that was refused. A change around others waits
@@ -30,6 +32,10 @@ class Catalog:
                     continue
                 if context.was_tried(change.region, implementation.backend, change.name):
                     continue
+                ours = len(served(context.model, change.region, implementation))
+                if not ours:
+                    continue
+                share *= ours / len(nodes(context.model, change.region))
                 backend = implementation.backend
                 suggestions.append(suggest(opportunity, change, backend, change.summary, share))
                 break

@@ -6,8 +6,9 @@ import pytest
 from torch import nn
 
 from optimized.catalog import FOLDER, changes, for_model, load_change
-from optimized.change import Change, Contract, nodes
-from reference import beam
+from optimized.change import Change, Contract, nodes, served
+from reference import beam, models
+from reference.muse_spark_config import PRESETS
 
 BODY = """
     from optimized.change import Change, Contract
@@ -40,6 +41,24 @@ def test_changes_of_a_model_are_those_with_nodes_and_a_device():
     assert ("qk_norm_rope", "triton") in {(c.name, i.backend) for c, i in on_cuda}
     assert all(nodes(model, c.region) for c, _ in on_cuda)
     assert for_model(nn.Sequential(nn.Identity()), "cpu") == []
+
+
+def test_a_layer_of_another_model_is_not_served():
+    """All three replace regions called `layer`, which both models have."""
+    layers = "boundary_router", "gated_boundary_router", "gated_boundary_router_tf32"
+    offered = {
+        name: {c.name for c, _ in for_model(models.load(name).build(config, "meta", 0), "cuda")}
+        for name, config in (("beam", beam.configs["mini"]), ("muse-spark", PRESETS["mini"]))
+    }
+    assert {n: offered[n].intersection(layers) for n in offered} == {
+        "beam": {"boundary_router"},
+        "muse-spark": {"gated_boundary_router", "gated_boundary_router_tf32"},
+    }
+    model = beam.build(beam.configs["mini"], "meta", 0)
+    (kernel,) = load_change("boundary_router").implementations
+    with_experts = [n for n in nodes(model, "layer") if hasattr(model.get_submodule(n).mlp, "gate")]
+    assert served(model, "layer", kernel) == with_experts
+    assert 0 < len(with_experts) < len(nodes(model, "layer"))
 
 
 def test_a_change_is_loaded_by_name():
