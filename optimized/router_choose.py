@@ -8,6 +8,11 @@
 Ties go to the lower index, of groups and of experts. N tokens, E experts in G groups of M = E / G.
 The choice is one warp's serial work, so it runs on integer keys in the floats' order: their
 warp-wide maximum is one instruction on NVIDIA since sm_80, where a float's takes ten.
+
+Each round takes the best key left. Keys whose low log2(E) bits name their expert need one maximum a
+round in place of two and say whose they are. They order as the scores do unless two neighbours
+among the K + 1 best agree in all other bits: such a token, and one with a logit so low that its
+score is no normal FP32 number, is chosen anew by the whole keys.
 """
 
 from typing import Any, NamedTuple
@@ -19,13 +24,14 @@ from torch import Tensor
 
 from optimized.triton_support import (
     OfflineCase,
+    exp_fp32,
     launch,
     let_next_start,
     previous_is_done,
-    sigmoid_fp32,
 )
 
 LOWEST = tl.constexpr(-(2**31))
+TOO_LARGE = tl.constexpr(0x7E800000)  # the bits of 2^126: `_inverse` takes less
 
 
 class Rule(NamedTuple):
@@ -44,12 +50,128 @@ class Rule(NamedTuple):
 
 
 @triton.jit
-def _scores(logits_ptr, index, split_stride, logit_scale, SPLITS: tl.constexpr):
-    """sigmoid of the scaled logits at `index`, their splits summed in order."""
-    logits = tl.load(logits_ptr + index)
-    for split in tl.static_range(1, SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
-        logits += tl.load(logits_ptr + split * split_stride + index)
-    return sigmoid_fp32(logits * logit_scale)
+def _exp(x, PDL: tl.constexpr):
+    """`exp_fp32`, whose steps NVIDIA's GPUs have as instructions: a product and sum held within
+    [0, 1], and one rounded down."""
+    if not PDL:
+        return exp_fp32(x)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 t, n, r;
+        .reg .b32 s;
+        fma.rn.sat.f32 t, $1, 0f3BBB989D, 0f3F000000;
+        fma.rm.f32 t, t, 0f437C0000, 0f4B400001;
+        sub.rn.f32 n, t, 0f4B40007F;
+        neg.f32 n, n;
+        fma.rn.f32 r, $1, 0f3FB8AA3B, n;
+        fma.rn.f32 r, $1, 0f32A57060, r;
+        ex2.approx.ftz.f32 r, r;
+        mov.b32 s, t;
+        shl.b32 s, s, 23;
+        mov.b32 t, s;
+        mul.rn.f32 $0, r, t;
+        }""",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _inverse(x, PDL: tl.constexpr):
+    """1 / x, rounded to nearest, of x from 1 to below 2^126: an estimate and one Newton step,
+    without the branch for other x that a division has."""
+    if not PDL:
+        return tl.math.div_rn(1.0, x)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 minus, estimate, rest;
+        rcp.approx.ftz.f32 estimate, $1;
+        neg.f32 minus, $1;
+        fma.rn.f32 rest, minus, estimate, 0f3F800000;
+        fma.rn.f32 $0, estimate, rest, estimate;
+        }""",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _two_best(best, second, other_best, other_second):
+    """The two best of two pairs."""
+    low = tl.minimum(best, other_best)
+    return tl.maximum(best, other_best), tl.maximum(low, tl.maximum(second, other_second))
+
+
+@triton.jit
+def _reflect(bits):
+    """A float's bits as an integer in the floats' order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _keys(biased):
+    """Integers in the order of the biased scores. None of those is -0.0, whose key is not that of
+    0.0: no score is -0.0, and so no sum."""
+    return _reflect(biased.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _open_groups(key, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """key [G, M] -> [G, 1]: is the group one that fewer than TOP_GROUPS others beat?"""
+    if GROUPS == 1:
+        return tl.full([1, 1], True, tl.int1)
+    best, second = tl.reduce((key, tl.full(key.shape, LOWEST, tl.int32)), 1, _two_best)
+    score = _reflect(best).to(tl.float32, bitcast=True)
+    score += _reflect(second).to(tl.float32, bitcast=True)
+    group = tl.arange(0, GROUPS)
+    mine, other = score[:, None], score[None, :]
+    earlier = group[None, :] < group[:, None]
+    beaten = (other > mine) | ((other == mine) & earlier)
+    return (tl.sum(beaten.to(tl.int32), axis=1) < TOP_GROUPS)[:, None]
+
+
+@triton.jit
+def _best_by_short_keys(
+    key, allowed, expert, E: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr
+):
+    """The best TOP_K of key, allowed and expert [G, M], in order as [SLOTS]; and whether two of
+    them, or the last and the best of the others, may be in the wrong order."""
+    LOW: tl.constexpr = E - 1
+    short = ((key ^ LOWEST) & ~LOW) | (LOW - expert)
+    short = tl.reshape(tl.where(allowed, short, 0), [E]).to(tl.uint32, bitcast=True)
+    slot = tl.arange(0, SLOTS)
+    top = tl.max(short, axis=0)
+    chosen = tl.full([SLOTS], 0, tl.uint32)
+    nearest = top
+    for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
+        chosen = tl.where(slot == k, top, chosen)
+        # The largest distance up from `top`, around the integers, is that to the next below it.
+        below = top + tl.max(short - top, axis=0)
+        nearest = tl.minimum(nearest, top ^ below)
+        top = below
+    return LOW - (chosen.to(tl.int32, bitcast=True) & LOW), nearest <= LOW
+
+
+@triton.jit
+def _best_by_whole_keys(
+    key, allowed, expert, E: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr
+):
+    """The best TOP_K of key, allowed and expert [G, M], in order as [SLOTS]."""
+    key = tl.reshape(tl.where(allowed, key, LOWEST), [E])
+    expert = tl.reshape(expert, [E])
+    slot = tl.arange(0, SLOTS)
+    chosen = tl.zeros([SLOTS], tl.int32)
+    for k in range(TOP_K):
+        index = tl.min(tl.where(key == tl.max(key, axis=0), expert, E - 1), axis=0)
+        chosen = tl.where(slot == k, index, chosen)
+        key = tl.where(expert == index, LOWEST, key)
+    return chosen
 
 
 @triton.jit
@@ -71,46 +193,33 @@ def choose_experts(
     PDL: tl.constexpr,
 ):
     """The choice for one `token` of `count`; waits for the previous kernel."""
-    logits_row = logits_ptr + token * E
     MEMBERS: tl.constexpr = E // GROUPS
-    group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)[None, :]
-    expert = group[:, None] * MEMBERS + member
+    expert = tl.arange(0, GROUPS)[:, None] * MEMBERS + tl.arange(0, MEMBERS)[None, :]
+    slot = tl.arange(0, SLOTS)
     bias = tl.load(bias_ptr + expert)
     previous_is_done(PDL)
 
-    scores = _scores(logits_row, expert, count * E, logit_scale, SPLITS)
-    biased = scores + bias
-    # Integers in the order of the biased scores; + 0.0: -0.0 and 0.0 are a tie.
-    bits = (biased + 0.0).to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    if GROUPS > 1:
-        # The two best of each group, and the groups that fewer than TOP_GROUPS others beat.
-        best = tl.max(biased, axis=1)
-        place = tl.min(tl.where(biased == best[:, None], member, MEMBERS), axis=1)
-        second = tl.max(tl.where(member == place[:, None], float("-inf"), biased), axis=1)
-        score = best + second
-        mine, other = score[:, None], score[None, :]
-        earlier = group[None, :] < group[:, None]
-        beaten = (other > mine) | ((other == mine) & earlier)
-        rank = tl.sum(beaten.to(tl.int32), axis=1)
-        key = tl.where((rank < TOP_GROUPS)[:, None], key, LOWEST)
+    logits_row = logits_ptr + token * E + expert
+    logits = tl.load(logits_row)
+    for split in tl.static_range(1, SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
+        logits += tl.load(logits_row + split * count * E)
+    divisor = 1.0 + _exp(logits * -logit_scale, PDL)
+    largest = tl.max(tl.reshape(divisor, [E]).to(tl.uint32, bitcast=True), axis=0)
 
-    # The best experts, one after the other.
-    key = tl.reshape(key, [E])
-    scores = tl.reshape(scores, [E]).to(tl.int32, bitcast=True)
-    expert = tl.arange(0, E)
-    slot = tl.arange(0, SLOTS)
-    chosen = tl.zeros([SLOTS], tl.int32)
-    weight = tl.zeros([SLOTS], tl.int32)
-    for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
-        index = tl.min(tl.where(key == tl.max(key, axis=0), expert, E - 1), axis=0)
-        taken = expert == index
-        chosen = tl.where(slot == k, index, chosen)
-        weight = tl.where(slot == k, tl.max(tl.where(taken, scores, LOWEST), axis=0), weight)
-        key = tl.where(taken, LOWEST, key)
+    scores = _inverse(divisor, PDL)
+    key = _keys(scores + bias)
+    allowed = _open_groups(key, GROUPS, TOP_GROUPS)
+    chosen, unsure = _best_by_short_keys(key, allowed, expert, E, TOP_K, SLOTS)
+    weight = tl.gather(tl.reshape(scores, [E]), chosen, 0)
+    if unsure | (largest >= TOO_LARGE):
+        scores = tl.math.div_rn(1.0, divisor)
+        key = _keys(scores + bias)
+        allowed = _open_groups(key, GROUPS, TOP_GROUPS)
+        chosen = _best_by_whole_keys(key, allowed, expert, E, TOP_K, SLOTS)
+        weight = tl.gather(tl.reshape(scores, [E]), chosen, 0)
 
     used = slot < TOP_K
-    weight = weight.to(tl.float32, bitcast=True)
+    weight = tl.where(used, weight, 0.0)
     weight = tl.math.div_rn(weight, tl.sum(weight, axis=0) + floor)
     tl.store(weights_ptr + token * TOP_K + slot, weight, mask=used)
     tl.store(experts_ptr + token * TOP_K + slot, chosen.to(tl.int64), mask=used)
