@@ -259,8 +259,8 @@ def project(
         bias,
         a,
         gate.stride(0),
-        heads,
         eps,
+        H=heads,
         SPLITS=splits,
         SPLIT_BLOCK=triton.next_power_of_2(splits),
         DIM=dim,
@@ -291,7 +291,7 @@ def rank_cases(
     types |= {**tables, **dict.fromkeys(("factor_ptr", "sums_ptr", "stats_ptr"), "*fp32")}
     types |= {f"{x}_{part}": "i64:16" for x in "kv" for part in ("batch", "slot", "head")}
     types |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "gate_stride"), "i32:16")
-    types |= {"mask_batch": "i64:16", "S": "i32:16", "tiles": "i32", "H": "i32", "O": "i32:16"}
+    types |= {"mask_batch": "i64:16", "S": "i32:16", "tiles": "i32", "O": "i32:16"}
     types |= dict.fromkeys(("scale", "eps", "q_factor"), "fp32")
 
     def case(kernel: Any, warps: int, **values: Any) -> OfflineCase:
@@ -312,14 +312,14 @@ def rank_cases(
         stream = knobs.stream and tiles > 1
         kernel = step_stream_kernel if stream else step_attention_kernel
         found.append(case(kernel, knobs.warps, **sizes))
-        sizes = {"SPLITS": splits, "DIM": dim, "NORMED": weightless}
+        sizes = {"SPLITS": splits, "DIM": dim, "NORMED": weightless, "H": heads}
         if splits > MAX_FUSED_SPLITS:
             columns = dim if weightless else knobs.columns
             sizes |= {"SPLIT_BLOCK": triton.next_power_of_2(splits)}
             found.append(case(combine_gate_kernel, knobs.column_warps, **sizes, COLUMNS=columns))
         else:
             padded = triton.next_power_of_2(heads)
-            sizes |= {"H": heads, "HEADS": padded, "ROWS": knobs.rows}
+            sizes |= {"HEADS": padded, "ROWS": knobs.rows}
             sizes |= {"TILES": row_tiles(outputs, padded * dim, knobs)}
             sizes |= {"CHUNK": shares_at_once(splits, heads * dim)}
             found.append(case(gated_projection_kernel, knobs.row_warps, **sizes))

@@ -154,9 +154,14 @@ def step_attention_kernel(
     v_rows = v_cache + batch * v_batch + kv_head * v_head
     k_a, k_b, v = _keys_values(k_rows, v_rows, start + block, S, k_slot, v_slot, P)
     columns = half[None, :]
+    q_weight_a, q_weight_b, k_weight_a, k_weight_b = 1.0, 1.0, 1.0, 1.0
+    if WEIGHTED:
+        q_weight_a, q_weight_b = tl.load(q_weight + columns), tl.load(q_weight + P + columns)
+        k_weight_a, k_weight_b = tl.load(k_weight + columns), tl.load(k_weight + P + columns)
     previous_is_done(PDL)
 
-    # All that is read now, before anything waits for it.
+    # All that is read now, before anything waits for it: the compiler puts off, until the new keys'
+    # norm is known, what the barrier does not keep before it.
     slot = tl.load(slots_ptr + batch)
     cos, sin, factor = 0.0, 0.0, q_factor
     if ROTATION != "none":
@@ -167,20 +172,17 @@ def step_attention_kernel(
     mask_row = mask_ptr + batch * mask_batch
     if not MORE:
         seen = is_seen(mask_row, start + block, S, MASKED)
-
-    q_weight_a, q_weight_b, k_weight_a, k_weight_b = 1.0, 1.0, 1.0, 1.0
-    if WEIGHTED:
-        q_weight_a, q_weight_b = tl.load(q_weight + columns), tl.load(q_weight + P + columns)
-        k_weight_a, k_weight_b = tl.load(k_weight + columns), tl.load(k_weight + P + columns)
     one = kv_head + tl.arange(0, 1)[:, None]
     whole = (one >= 0) & (columns < P)
-    k_new_a, k_new_b = halves(k_ptr + batch * k_stride, one, columns, whole, P)
     every = tl.arange(0, 2 * P)[None, :]
     v_new = tl.load(v_ptr + batch * v_stride + one * (2 * P) + every)
     heads = tl.arange(0, GROUP)
     in_group = (heads < G)[:, None] & (columns < P)
     first_head = (kv_head * G + heads)[:, None]
     q_a, q_b = halves(q_ptr + batch * q_stride, first_head, columns, in_group, P)
+    if not MORE:
+        tl.debug_barrier()
+    k_new_a, k_new_b = halves(k_ptr + batch * k_stride, one, columns, whole, P)
 
     # fmt: off
     if MORE:  # early, to take fewer registers: three blocks have to fit an SM
@@ -199,10 +201,13 @@ def step_attention_kernel(
         store_heads(k_row, k_new_a, k_new_b, one, columns, whole, k_head, P)
         tl.store(v_cache + batch * v_batch + slot * v_slot + one * v_head + every, v_new)
         tl.debug_barrier()  # all threads of the block read it below
-        if slot < start + BLOCK:
-            k_a, k_b, v = _keys_values(k_rows, v_rows, start + block, S, k_slot, v_slot, P)
+        here = ((start + block == slot) & (start + block < S))[:, None]
+        keys = k_row + kv_head * k_head + columns + tl.zeros((BLOCK, 1), tl.int32)
+        k_a = tl.load(keys, mask=here, other=k_a)
+        k_b = tl.load(keys + P, mask=here, other=k_b)
+        v = tl.load(v_ptr + batch * v_stride + kv_head * (2 * P) + every, mask=here, other=v)
     # fmt: off
-    if not MORE:  # while the block is read again
+    if not MORE:  # while it is read again
         q_a, q_b = prepared(
             q_a, q_b, q_weight_a, q_weight_b, cos, sin, factor, eps, P,
             WEIGHTED, ROTATION, FACTOR != "none",

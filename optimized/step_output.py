@@ -8,14 +8,8 @@ sums [B H, SPLITS, d], the numerators, and stats [B H, SPLITS, 2], maximum and d
 import triton
 import triton.language as tl
 
-from optimized.decode_attention import HIDDEN, combined_shares
-from optimized.triton_support import (
-    begin,
-    exp_fp32,
-    let_next_start,
-    previous_is_done,
-    sigmoid_fp32,
-)
+from optimized.decode_attention import HIDDEN
+from optimized.triton_support import exp_fp32, let_next_start, previous_is_done, sigmoid_fp32
 
 
 @triton.jit
@@ -41,8 +35,8 @@ def combine_gate_kernel(
     bias_ptr,
     out_ptr,
     gate_stride,
-    H,
     eps,
+    H: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
@@ -51,16 +45,29 @@ def combine_gate_kernel(
     PDL: tl.constexpr,
 ):
     """Some `COLUMNS` of a head, all of them where it is `NORMED`."""
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    let_next_start(PDL)
+    row = tl.program_id(0)
+    head, batch = row % H, (row // H).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    head = row % H
-    gate = tl.load(gate_ptr + (row // H) * gate_stride + head * DIM + columns)
+    share = tl.arange(0, SPLIT_BLOCK)
+    inside = share < SPLITS
+    first = row.to(tl.int64) * SPLITS
+    sums = sums_ptr + first * DIM + (share[:, None] * DIM + columns[None, :])
+    stats = stats_ptr + first * 2 + share * 2
     bias = 0.0
     if not NORMED:
         bias = tl.load(bias_ptr + head)
-    a = combined_shares(sums_ptr, stats_ptr, row, columns, SPLITS, SPLIT_BLOCK, DIM)
-    tl.store(out_ptr + row * DIM + columns, _gated(a, gate, bias, eps, DIM, NORMED).to(tl.bfloat16))
+    previous_is_done(PDL)
+    numerators = tl.load(sums, mask=inside[:, None], other=0.0)
+    gate = tl.load(gate_ptr + batch * gate_stride + head * DIM + columns)
+    tl.debug_barrier()  # the compiler puts them off until the maximum is known otherwise
+    highest = tl.load(stats, mask=inside, other=HIDDEN)
+    denominators = tl.load(stats + 1, mask=inside, other=0.0)
+    factors = exp_fp32(highest - tl.max(highest, axis=0))
+    total = tl.sum(factors * denominators, axis=0)
+    a = tl.sum(numerators * factors[:, None], axis=0) / total
+    out = out_ptr + row.to(tl.int64) * DIM + columns
+    tl.store(out, _gated(a, gate, bias, eps, DIM, NORMED).to(tl.bfloat16))
 
 
 @triton.jit

@@ -165,8 +165,9 @@ def step_stream_kernel(
         tl.store(v_rows + slot * v_slot + one * v_head + every, v_new)
         tl.debug_barrier()  # all threads of the block read it below
     # fmt: on
-    q_a = tl.broadcast_to(tl.trans(q_a.to(tl.bfloat16))[None], [WARPS, P, GROUP])
-    q_b = tl.broadcast_to(tl.trans(q_b.to(tl.bfloat16))[None], [WARPS, P, GROUP])
+    q_a = tl.broadcast_to(q_a.to(tl.bfloat16)[None], [WARPS, GROUP, P])
+    q_b = tl.broadcast_to(q_b.to(tl.bfloat16)[None], [WARPS, GROUP, P])
+    q_a, q_b = tl.permute(q_a, (0, 2, 1)), tl.permute(q_b, (0, 2, 1))
     k_rows, v_rows = k_rows + kv_head * k_head, v_rows + kv_head * v_head
     k_at = block[:, :, None] * k_slot + half[None, None, :]
     v_at = block[:, None, :] * v_slot + tl.arange(0, 2 * P)[None, :, None]

@@ -74,6 +74,7 @@ def test_nothing_but_weights_is_touched_before_the_previous_kernel_is_done(rows)
     early |= {"experts_down_kernel", "experts_down_across_kernel"}
     early |= {"boundary_router_kernel", "gated_projection_kernel", "router_choose_kernel"}
     early |= {"step_attention_kernel", "step_stream_kernel"}  # positions of earlier steps
+    early |= {"combine_gate_kernel"}
     early |= {"norm_combine_kernel", "pair_product_kernel", "row_norm_kernel"}
     early |= {"route_pool_kernel", "choose_norm_kernel"}
     assert {k for k, r in waiting if r.loads_before_wait} - CUTE == early
