@@ -10,7 +10,12 @@ import triton.language as tl
 
 from optimized.boundary_kernel import gate_shares, post_norm_and_add
 from optimized.norms import norm_factor, scaled_input
-from optimized.triton_support import let_next_start, previous_is_done, round_to_tf32
+from optimized.triton_support import (
+    let_next_start,
+    prefetch,
+    previous_is_done,
+    round_to_tf32,
+)
 
 
 @triton.jit
@@ -57,6 +62,7 @@ def boundary_router_kernel(
     h_out_ptr,
     x_out_ptr,
     logits_ptr,
+    ahead_ptr,
     y_stride,
     h_stride,
     y_scale,
@@ -71,10 +77,13 @@ def boundary_router_kernel(
     GATED: tl.constexpr,
     CENTRED: tl.constexpr,
     TF32: tl.constexpr,
+    AHEAD: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`POST`, `GATED`, `CENTRED` as in `residual_boundary_kernel`. With `TF32` the router reads x
-    before its rounding, and both its operands are rounded to TF32."""
+    before its rounding, and both its operands are rounded to TF32. The programs of the first token
+    ask for `AHEAD` bytes each of later weights, in `CHUNKS` parts, to come to the L2 cache."""
     let_next_start(PDL)
     PIECES: tl.constexpr = (D + BLOCK - 1) // BLOCK
     token = tl.program_id(1).to(tl.int64)
@@ -95,6 +104,9 @@ def boundary_router_kernel(
         row = tl.minimum(first + r, E - 1)
         for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
             weights = weights + (_part(weight_ptr + row * D, i, D, BLOCK),)
+    if AHEAD > 0:
+        if token == 0:
+            prefetch(ahead_ptr + tl.program_id(0) * AHEAD, AHEAD, CHUNKS, PDL)
 
     previous_is_done(PDL)
     WEIGHTED: tl.constexpr = POST == "weighted"

@@ -65,18 +65,23 @@ def _piece(weight_ptr, expert, row, first, D: tl.constexpr, F: tl.constexpr, BLO
     """Columns `first` and on of some rows of an expert's matrix [D, F]."""
     column = first + tl.arange(0, BLOCK)[None, :]
     inside = (row < D)[:, None] & (column < F)
-    return tl.load(
-        weight_ptr + expert * (D * F) + row[:, None] * F + column, mask=inside, other=0.0
-    )
+    place = weight_ptr + expert * (D * F) + row[:, None] * F + column
+    return tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _columns(lines_ptr, present, i: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr):
+def _columns(
+    lines_ptr,
+    present,
+    i: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVICTION: tl.constexpr = "",  # pyright: ignore[reportArgumentType]
+):
     """Piece `i` of some lines [LINES, 1], of those that are `present`."""
     column = i * BLOCK + tl.arange(0, BLOCK)[None, :]
-    if (i + 1) * BLOCK <= F:
-        return tl.load(lines_ptr + column, mask=present, other=0.0)
-    return tl.load(lines_ptr + column, mask=present & (column < F), other=0.0)
+    inside = present if (i + 1) * BLOCK <= F else present & (column < F)
+    return tl.load(lines_ptr + column, mask=inside, other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -147,7 +152,7 @@ def experts_down_across_kernel(
         _ask_for_rest(lines_ptr, F, HELD * BLOCK, PDL)
     held = ()
     for i in tl.static_range(HELD):  # pyright: ignore[reportGeneralTypeIssues]
-        held = held + (_columns(lines_ptr, present, i, F, BLOCK),)
+        held = held + (_columns(lines_ptr, present, i, F, BLOCK, "evict_first"),)
     previous_is_done(PDL)
     inputs_ptr = hidden_ptr + (token * TOP_K + slot) * F
     inputs = ()
@@ -158,7 +163,7 @@ def experts_down_across_kernel(
         if i < HELD:
             weight = held[i]
         else:
-            weight = _columns(lines_ptr, present, i, F, BLOCK)
+            weight = _columns(lines_ptr, present, i, F, BLOCK, "evict_first")
         wide = weight.to(tl.float32)  # pyright: ignore[reportAttributeAccessIssue]
         sums = tl.fma(wide, inputs[i].to(tl.float32), sums)
     share = tl.load(weights_ptr + token * weights_stride + slot, mask=chosen, other=0.0)

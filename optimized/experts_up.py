@@ -19,6 +19,12 @@ from optimized.triton_support import launch, let_next_start, previous_is_done, s
 
 
 @triton.jit
+def _once(pointer, inside):
+    """Weights that no other program reads: first to leave the caches."""
+    return tl.load(pointer, mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _multiply(
     x_row,
     gate_rows,
@@ -36,8 +42,8 @@ def _multiply(
     inside = column < D
     x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32).broadcast_to(ROWS, BLOCK)
     inside = inside & in_rows
-    gate = tl.load(gate_rows + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_rows + F * D + column, mask=inside, other=0.0).to(tl.float32)
+    gate = _once(gate_rows + column, inside).to(tl.float32)
+    up = _once(gate_rows + F * D + column, inside).to(tl.float32)
     return tl.fma(gate, x, gates), tl.fma(up, x, ups)
 
 
