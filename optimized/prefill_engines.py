@@ -2,12 +2,13 @@
 
 `cudnn` is cuDNN's attention, by its frontend's graph, causal at the lower right corner.
 `flashinfer` is FlashAttention-3 in FlashInfer's batch prefill; to it a sequence of the cache is one
-page. Both read keys and values where they are, once for each query head, and round what our own
-kernel rounds: exponentials to BF16 before their product with v, and the output.
+page. Both read keys and values where they are, once for each query head. They are held to our own
+kernel's contract: exponentials to BF16 before their product with v, and one rounding of the output.
+Neither has been timed or judged on a GPU yet, so ours is the heuristic's choice.
 
 A call's shapes are planned when they first come up. That waits for the device, and FlashInfer
-compiles its kernel once for a machine (minutes); it cannot be in a CUDA graph. Later calls launch
-and nothing else.
+compiles its kernel once for a machine; it cannot be in a CUDA graph. Later calls launch and nothing
+else.
 """
 
 import functools
