@@ -129,10 +129,10 @@ def _open_groups(key, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
     best, second = tl.reduce((key, tl.full(key.shape, LOWEST, tl.int32)), 1, _two_best)
     score = _reflect(best).to(tl.float32, bitcast=True)
     score += _reflect(second).to(tl.float32, bitcast=True)
+    score = _keys(score)
     group = tl.arange(0, GROUPS)
-    mine, other = score[:, None], score[None, :]
-    earlier = group[None, :] < group[:, None]
-    beaten = (other > mine) | ((other == mine) & earlier)
+    earlier = (group[None, :] < group[:, None]).to(tl.int32)
+    beaten = score[None, :] > score[:, None] - earlier  # an earlier one by as much, too
     return (tl.sum(beaten.to(tl.int32), axis=1) < TOP_GROUPS)[:, None]
 
 
@@ -175,6 +175,14 @@ def _best_by_whole_keys(
 
 
 @triton.jit
+def _weights(scores, chosen, floor, E: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
+    """scores [G, M] of the chosen [SLOTS], of which TOP_K count, divided by their sum."""
+    weight = tl.gather(tl.reshape(scores, [E]), chosen, 0)
+    weight = tl.where(tl.arange(0, SLOTS) < TOP_K, weight, 0.0)
+    return tl.math.div_rn(weight, tl.sum(weight, axis=0) + floor)
+
+
+@triton.jit
 def choose_experts(
     logits_ptr,
     bias_ptr,
@@ -195,7 +203,6 @@ def choose_experts(
     """The choice for one `token` of `count`; waits for the previous kernel."""
     MEMBERS: tl.constexpr = E // GROUPS
     expert = tl.arange(0, GROUPS)[:, None] * MEMBERS + tl.arange(0, MEMBERS)[None, :]
-    slot = tl.arange(0, SLOTS)
     bias = tl.load(bias_ptr + expert)
     previous_is_done(PDL)
 
@@ -210,17 +217,16 @@ def choose_experts(
     key = _keys(scores + bias)
     allowed = _open_groups(key, GROUPS, TOP_GROUPS)
     chosen, unsure = _best_by_short_keys(key, allowed, expert, E, TOP_K, SLOTS)
-    weight = tl.gather(tl.reshape(scores, [E]), chosen, 0)
+    weight = _weights(scores, chosen, floor, E, TOP_K, SLOTS)
     if unsure | (largest >= TOO_LARGE):
         scores = tl.math.div_rn(1.0, divisor)
         key = _keys(scores + bias)
         allowed = _open_groups(key, GROUPS, TOP_GROUPS)
         chosen = _best_by_whole_keys(key, allowed, expert, E, TOP_K, SLOTS)
-        weight = tl.gather(tl.reshape(scores, [E]), chosen, 0)
+        weight = _weights(scores, chosen, floor, E, TOP_K, SLOTS)
 
+    slot = tl.arange(0, SLOTS)
     used = slot < TOP_K
-    weight = tl.where(used, weight, 0.0)
-    weight = tl.math.div_rn(weight, tl.sum(weight, axis=0) + floor)
     tl.store(weights_ptr + token * TOP_K + slot, weight, mask=used)
     tl.store(experts_ptr + token * TOP_K + slot, chosen.to(tl.int64), mask=used)
 
