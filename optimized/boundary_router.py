@@ -51,12 +51,13 @@ _following: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictio
 @dataclass(frozen=True, kw_only=True)
 class BoundaryRouterKnobs:
     """`rows` of W a program, `warps` of its thread block; `split` holds a row in pieces; `ahead`
-    asks for the next layer's packed projections."""
+    is 1 to ask for the next layer's packed projections, 2 to let them leave the L2 cache last, too,
+    or 0."""
 
     rows: int
     warps: int
     split: bool
-    ahead: bool = True
+    ahead: int = 2
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "BoundaryRouterKnobs":
@@ -70,7 +71,7 @@ class BoundaryRouterKnobs:
             "rows": (1, 2, 4),
             "warps": (4, 8, 16),
             "split": (False,) if whole else (False, True),
-            "ahead": (False, True),
+            "ahead": (0, 1, 2),
         }
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
@@ -217,6 +218,7 @@ def enter(
         TF32=tf32,
         AHEAD=share,
         CHUNKS=min(MAX_CHUNKS, prefetch_chunks(share)),
+        STAYS=chosen.ahead > 1,
         num_warps=chosen.warps,
     )
     return h_out, x_out, logits
@@ -231,7 +233,7 @@ def offline_case(width: int, knobs: BoundaryRouterKnobs, **kind: Any) -> Offline
     kinds |= dict.fromkeys(("y_stride", "h_stride"), "i32:16")
     kinds |= dict.fromkeys(("y_scale", "h_scale", "post_eps", "eps"), "fp32")
     values = {"D": width, "E": 256, "BLOCK": piece(width, knobs.split), "ROWS": knobs.rows, **kind}
-    values |= {"AHEAD": 143_360 * knobs.ahead, "CHUNKS": MAX_CHUNKS}
+    values |= {"AHEAD": 143_360, "CHUNKS": MAX_CHUNKS, "STAYS": knobs.ahead > 1}
     kinds |= dict.fromkeys(values, "constexpr")
     ordered = {n: kinds[n] for n in boundary_router_kernel.arg_names if n != "PDL"}
     return OfflineCase(boundary_router_kernel, ordered, values, knobs.warps)

@@ -79,11 +79,13 @@ def boundary_router_kernel(
     TF32: tl.constexpr,
     AHEAD: tl.constexpr,
     CHUNKS: tl.constexpr,
+    STAYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`POST`, `GATED`, `CENTRED` as in `residual_boundary_kernel`. With `TF32` the router reads x
     before its rounding, and both its operands are rounded to TF32. The programs of the first token
-    ask for `AHEAD` bytes each of later weights, in `CHUNKS` parts, to come to the L2 cache."""
+    ask for `AHEAD` bytes each of later weights, in `CHUNKS` parts, to come to the L2 cache,
+    and if it `STAYS` to leave it last."""
     let_next_start(PDL)
     PIECES: tl.constexpr = (D + BLOCK - 1) // BLOCK
     token = tl.program_id(1).to(tl.int64)
@@ -106,7 +108,7 @@ def boundary_router_kernel(
             weights = weights + (_part(weight_ptr + row * D, i, D, BLOCK),)
     if AHEAD > 0:
         if token == 0:
-            prefetch(ahead_ptr + tl.program_id(0) * AHEAD, AHEAD, CHUNKS, PDL)
+            prefetch(ahead_ptr + tl.program_id(0) * AHEAD, AHEAD, CHUNKS, PDL, STAYS)
 
     previous_is_done(PDL)
     WEIGHTED: tl.constexpr = POST == "weighted"
