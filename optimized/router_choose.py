@@ -51,8 +51,8 @@ class Rule(NamedTuple):
 
 @triton.jit
 def _exp(x, PDL: tl.constexpr):
-    """`exp_fp32`, whose steps NVIDIA's GPUs have as instructions: a product and sum held within
-    [0, 1], and one rounded down."""
+    """`exp_fp32` to the bit. NVIDIA's GPUs have two of its steps as instructions, here for those
+    with dependent launch: a product and sum held within [0, 1], and one rounded down."""
     if not PDL:
         return exp_fp32(x)
     return tl.inline_asm_elementwise(
@@ -81,8 +81,8 @@ def _exp(x, PDL: tl.constexpr):
 
 @triton.jit
 def _inverse(x, PDL: tl.constexpr):
-    """1 / x, rounded to nearest, of x from 1 to below 2^126: an estimate and one Newton step,
-    without the branch for other x that a division has."""
+    """1 / x, rounded to nearest, of x from 1 to below 2^126: an estimate and one Newton step, as
+    CUDA's `__frcp_rn`, without its branch for other x, which makes eight wait for each other."""
     if not PDL:
         return tl.math.div_rn(1.0, x)
     return tl.inline_asm_elementwise(
