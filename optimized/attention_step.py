@@ -178,8 +178,10 @@ def attend(
 
 
 def is_dense(kept: Tensor) -> bool:
-    """Whether keys or values [B, S, Hkv, d] of a position follow those of the one before."""
-    return kept.stride(1) == kept.shape[2] * kept.shape[3] and kept.stride(2) == kept.shape[3]
+    """Whether keys or values [B, S, Hkv, d] of a position follow those of the one before, all of
+    them 16-byte aligned."""
+    following = kept.stride(1) == kept.shape[2] * kept.shape[3] and kept.stride(2) == kept.shape[3]
+    return following and kept.data_ptr() % 16 == 0 and kept.stride(0) % 8 == 0
 
 
 def form(knobs: StepKnobs, tiles: int, *, dense: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from optimized.decode_attention import HIDDEN, dot
-from optimized.qk_norm import halves, normed_halves, store_heads, turned
+from optimized.qk_norm import normed_halves, turned
 from optimized.triton_support import exp_fp32, let_next_start, previous_is_done
 
 
@@ -35,6 +35,73 @@ def prepared(
         a = (a * factor).to(tl.bfloat16).to(tl.float32)
         b = (b * factor).to(tl.bfloat16).to(tl.float32)
     return turned(a, b, cos, sin, ROTATION)
+
+
+@triton.jit
+def new_heads(
+    q_row,
+    k_row,
+    q_weight_a,
+    q_weight_b,
+    k_weight_a,
+    k_weight_b,
+    cos,
+    sin,
+    factor,
+    eps,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    P: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROTATION: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """The new queries of a KV head, prepared halves [GROUP, P], its new key's halves, and where
+    those are: a row after the queries, normed with them, or [1, P] where no row is left."""
+    heads, columns = tl.arange(0, GROUP)[:, None], tl.arange(0, P)[None, :]
+    is_query = (heads < G) & (columns < P)
+    at = heads * (2 * P) + columns
+    q_a = tl.load(q_row + at, mask=is_query, other=0.0)
+    q_b = tl.load(q_row + P + at, mask=is_query, other=0.0)
+    if GROUP > G:
+        is_key = (heads == G) & (columns < P)
+        at = columns + tl.zeros((GROUP, 1), tl.int32)
+        k_a = tl.load(k_row + at, mask=is_key, other=0.0)
+        k_b = tl.load(k_row + P + at, mask=is_key, other=0.0)
+        q_a = tl.where(is_key, k_a, q_a).to(tl.float32)  # a load into the same register would wait
+        q_b = tl.where(is_key, k_b, q_b).to(tl.float32)
+        if WEIGHTED:
+            q_weight_a = tl.where(is_key, k_weight_a, q_weight_a)
+            q_weight_b = tl.where(is_key, k_weight_b, q_weight_b)
+        if SCALED:
+            factor = tl.where(is_key, 1.0, factor)
+        # fmt: off
+        q_a, q_b = prepared(
+            q_a, q_b, q_weight_a, q_weight_b, cos, sin, factor, eps, P, WEIGHTED, ROTATION, SCALED
+        )
+        # fmt: on
+        return q_a, q_b, q_a, q_b, is_key
+    else:
+        q_a, q_b = q_a.to(tl.float32), q_b.to(tl.float32)
+        k_a = tl.load(k_row + columns).to(tl.float32)
+        k_b = tl.load(k_row + P + columns).to(tl.float32)
+        # fmt: off
+        q_a, q_b = prepared(
+            q_a, q_b, q_weight_a, q_weight_b, cos, sin, factor, eps, P, WEIGHTED, ROTATION, SCALED
+        )
+        k_a, k_b = prepared(
+            k_a, k_b, k_weight_a, k_weight_b, cos, sin, factor, eps, P, WEIGHTED, ROTATION, False
+        )
+        # fmt: on
+        return q_a, q_b, k_a, k_b, columns < P
+
+
+@triton.jit
+def store_halves(pointers, a, b, mask, P: tl.constexpr):
+    """Write a key's halves [., P], where the mask says that they are it, from [1, P] on."""
+    pointers = pointers + tl.zeros((a.shape[0], 1), tl.int32)
+    tl.store(pointers, a.to(tl.bfloat16), mask=mask)
+    tl.store(pointers + P, b.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
@@ -160,8 +227,8 @@ def step_attention_kernel(
         k_weight_a, k_weight_b = tl.load(k_weight + columns), tl.load(k_weight + P + columns)
     previous_is_done(PDL)
 
-    # All that is read now, before anything waits for it: the compiler puts off, until the new keys'
-    # norm is known, what the barrier does not keep before it.
+    # All that is read now, before anything waits for it: the compiler puts off, until the sum of a
+    # norm is known, what no barrier keeps before it.
     slot = tl.load(slots_ptr + batch)
     cos, sin, factor = 0.0, 0.0, q_factor
     if ROTATION != "none":
@@ -172,47 +239,31 @@ def step_attention_kernel(
     mask_row = mask_ptr + batch * mask_batch
     if not MORE:
         seen = is_seen(mask_row, start + block, S, MASKED)
-    one = kv_head + tl.arange(0, 1)[:, None]
-    whole = (one >= 0) & (columns < P)
     every = tl.arange(0, 2 * P)[None, :]
-    v_new = tl.load(v_ptr + batch * v_stride + one * (2 * P) + every)
-    heads = tl.arange(0, GROUP)
-    in_group = (heads < G)[:, None] & (columns < P)
-    first_head = (kv_head * G + heads)[:, None]
-    q_a, q_b = halves(q_ptr + batch * q_stride, first_head, columns, in_group, P)
+    v_row = v_ptr + batch * v_stride + kv_head * (2 * P) + every
+    v_new = tl.load(v_row)
     if not MORE:
         tl.debug_barrier()
-    k_new_a, k_new_b = halves(k_ptr + batch * k_stride, one, columns, whole, P)
-
+    heads = tl.arange(0, GROUP)
+    q_row = q_ptr + batch * q_stride + kv_head * (G * 2 * P)
+    k_row = k_ptr + batch * k_stride + kv_head * (2 * P)
     # fmt: off
-    if MORE:  # early, to take fewer registers: three blocks have to fit an SM
-        q_a, q_b = prepared(
-            q_a, q_b, q_weight_a, q_weight_b, cos, sin, factor, eps, P,
-            WEIGHTED, ROTATION, FACTOR != "none",
-        )
-    k_new_a, k_new_b = prepared(
-        k_new_a, k_new_b, k_weight_a, k_weight_b, cos, sin, factor, eps, P,
-        WEIGHTED, ROTATION, False,
+    q_a, q_b, k_new_a, k_new_b, is_key = new_heads(
+        q_row, k_row, q_weight_a, q_weight_b, k_weight_a, k_weight_b, cos, sin, factor, eps,
+        G, GROUP, P, WEIGHTED, ROTATION, FACTOR != "none",
     )
     # fmt: on
     # The spare slot at the end belongs to the first share.
     if ((slot >= start) & (slot < end)) | ((slot >= S) & (split == 0)):
-        k_row = k_cache + batch * k_batch + slot * k_slot
-        store_heads(k_row, k_new_a, k_new_b, one, columns, whole, k_head, P)
-        tl.store(v_cache + batch * v_batch + slot * v_slot + one * v_head + every, v_new)
+        key = k_rows + slot * k_slot + columns
+        store_halves(key, k_new_a, k_new_b, is_key, P)
+        tl.store(v_rows + slot * v_slot + every, v_new)
         tl.debug_barrier()  # all threads of the block read it below
         here = ((start + block == slot) & (start + block < S))[:, None]
-        keys = k_row + kv_head * k_head + columns + tl.zeros((BLOCK, 1), tl.int32)
+        keys = key + tl.zeros((BLOCK, 1), tl.int32)
         k_a = tl.load(keys, mask=here, other=k_a)
         k_b = tl.load(keys + P, mask=here, other=k_b)
-        v = tl.load(v_ptr + batch * v_stride + kv_head * (2 * P) + every, mask=here, other=v)
-    # fmt: off
-    if not MORE:  # while it is read again
-        q_a, q_b = prepared(
-            q_a, q_b, q_weight_a, q_weight_b, cos, sin, factor, eps, P,
-            WEIGHTED, ROTATION, FACTOR != "none",
-        )
-    # fmt: on
+        v = tl.load(v_row, mask=here, other=v)
     q_a, q_b = tl.trans(q_a.to(tl.bfloat16)), tl.trans(q_b.to(tl.bfloat16))
     if MORE:  # three blocks an SM have no registers for it earlier
         seen = is_seen(mask_row, start + block, S, MASKED)

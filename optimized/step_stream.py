@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 
 from optimized.decode_attention import HIDDEN, dot
-from optimized.qk_norm import halves, store_heads
-from optimized.step_kernels import is_seen, prepared
+from optimized.step_kernels import is_seen, new_heads, store_halves
 from optimized.triton_support import exp_fp32, let_next_start, previous_is_done
 
 
@@ -128,7 +127,7 @@ def step_stream_kernel(
         k_weight_a, k_weight_b = tl.load(k_weight + columns), tl.load(k_weight + P + columns)
     previous_is_done(PDL)
 
-    # All that is read now, before anything waits for it.
+    # All that is read now, before anything waits for it; see `step_attention_kernel`.
     slot = tl.load(slots_ptr + batch)
     cos, sin, factor = 0.0, 0.0, q_factor
     if ROTATION != "none":
@@ -136,39 +135,31 @@ def step_stream_kernel(
         sin = tl.load(sin_ptr + batch * P + columns).to(tl.float32)
     if FACTOR == "table":
         factor = tl.load(factor_ptr + batch)
-    heads = tl.arange(0, GROUP)
-    in_group = (heads < G)[:, None] & (columns < P)
-    first_head = (kv_head * G + heads)[:, None]
-    q_a, q_b = halves(q_ptr + batch * q_stride, first_head, columns, in_group, P)
-    one = kv_head + tl.arange(0, 1)[:, None]
-    whole = (one >= 0) & (columns < P)
-    k_new_a, k_new_b = halves(k_ptr + batch * k_stride, one, columns, whole, P)
     every = tl.arange(0, 2 * P)[None, :]
-    v_new = tl.load(v_ptr + batch * v_stride + one * (2 * P) + every)
+    v_new = tl.load(v_ptr + batch * v_stride + kv_head * (2 * P) + every)
     EACH: tl.constexpr = BLOCK // WARPS
     block = tl.arange(0, WARPS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     mask_row = mask_ptr + batch * mask_batch
     next_seen = is_seen(mask_row, start + block, S, MASKED)
-
+    tl.debug_barrier()
+    heads = tl.arange(0, GROUP)
+    q_row = q_ptr + batch * q_stride + kv_head * (G * 2 * P)
+    k_row = k_ptr + batch * k_stride + kv_head * (2 * P)
     # fmt: off
-    q_a, q_b = prepared(
-        q_a, q_b, q_weight_a, q_weight_b, cos, sin, factor, eps, P,
-        WEIGHTED, ROTATION, FACTOR != "none",
+    q_a, q_b, k_new_a, k_new_b, is_key = new_heads(
+        q_row, k_row, q_weight_a, q_weight_b, k_weight_a, k_weight_b, cos, sin, factor, eps,
+        G, GROUP, P, WEIGHTED, ROTATION, FACTOR != "none",
     )
+    # fmt: on
+    k_rows, v_rows = k_rows + kv_head * k_head, v_rows + kv_head * v_head
     # The spare slot at the end belongs to the first share.
     if ((slot >= start) & (slot < end)) | ((slot >= S) & (split == 0)):
-        k_new_a, k_new_b = prepared(
-            k_new_a, k_new_b, k_weight_a, k_weight_b, cos, sin, factor, eps, P,
-            WEIGHTED, ROTATION, False,
-        )
-        store_heads(k_rows + slot * k_slot, k_new_a, k_new_b, one, columns, whole, k_head, P)
-        tl.store(v_rows + slot * v_slot + one * v_head + every, v_new)
+        store_halves(k_rows + slot * k_step + columns, k_new_a, k_new_b, is_key, P)
+        tl.store(v_rows + slot * v_step + every, v_new)
         tl.debug_barrier()  # all threads of the block read it below
-    # fmt: on
     q_a = tl.broadcast_to(q_a.to(tl.bfloat16)[None], [WARPS, GROUP, P])
     q_b = tl.broadcast_to(q_b.to(tl.bfloat16)[None], [WARPS, GROUP, P])
     q_a, q_b = tl.permute(q_a, (0, 2, 1)), tl.permute(q_b, (0, 2, 1))
-    k_rows, v_rows = k_rows + kv_head * k_head, v_rows + kv_head * v_head
     k_at = block[:, :, None] * k_slot + half[None, None, :]
     v_at = block[:, None, :] * v_slot + tl.arange(0, 2 * P)[None, :, None]
     highest = tl.full((WARPS, GROUP), HIDDEN, tl.float32)
