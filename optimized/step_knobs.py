@@ -58,7 +58,7 @@ class StepKnobs:
             rows=16 if width >= 512 else 4,  # a row for each warp
             row_warps=16 if width >= 512 else 4,
             stream=stream,
-            ahead=3 if stream else 0,
+            ahead=2 if stream else 0,
             columns=8 if shares > MANY_SHARES else COMBINED_COLUMNS,
             column_warps=8 if shares > MANY_SHARES else 4,
         )
@@ -67,7 +67,7 @@ class StepKnobs:
     def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
         found = {**AttentionKnobs.candidates(shape), "stages": (1, 2, 3, 4, 5)}
         found |= {"rows": (1, 2, 4, 8, 16), "row_warps": (4, 8, 16)}
-        found |= {"stream": (False, True), "ahead": (0, 1, 3, 6)}
+        found |= {"stream": (False, True), "ahead": (0, 1, 2, 4)}
         return {**found, "columns": (8, 16), "column_warps": (4, 8)}
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
