@@ -27,6 +27,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from optimized import combined_boundary
 from optimized.boundary_router_kernel import boundary_router_kernel
 from optimized.change import Change, Contract, Implementation, KnobValue, region_of
 from optimized.packing import are_adjacent, packed
@@ -66,6 +67,8 @@ class BoundaryRouterKnobs:
 
     @classmethod
     def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
+        if shape["N"] > MAX_TOKENS:  # none of `combined_boundary`'s is a knob here
+            return {name: (value,) for name, value in vars(cls.heuristic(shape)).items()}
         whole = not shape["D"] & (shape["D"] - 1)
         return {
             "rows": (1, 2, 4),
@@ -95,8 +98,10 @@ def shape(node: Any, h: Tensor, x: Tensor, *rest: Any) -> dict[str, int]:
 
 
 def guard(node: Any, h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor) -> str | None:
-    """Why the kernel does not take this call, or None."""
-    return outside(node, h, x, "router", "residual_boundary")
+    """Why the kernels do not take this call, or None: of few tokens this one, of many the one that
+    the layer ends in."""
+    reason = outside(node, h, x, "router", "residual_boundary")
+    return None if reason is None else reason if combined_boundary.outside(node, h, x) else None
 
 
 def unsupported(node: Any) -> str | None:
@@ -148,9 +153,11 @@ def next_projections(node: nn.Module) -> Tensor | None:
 
 
 def build(node: Any, knobs: BoundaryRouterKnobs | None):
-    """The function of `reference.beam.Layer.forward` for a few tokens."""
+    """The function of `reference.beam.Layer.forward` for a few tokens, and for many."""
 
     def forward(h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor):
+        if shape(node, h, x)["N"] > MAX_TOKENS:
+            return combined_boundary.forward(node, h, x, step, cache, next_norm)
         y = node.self_attn(x, step, cache)
         norms = node.post_attention_layernorm.weight, node.pre_feedforward_layernorm.weight
         boundary, weight = node.attn_boundary, node.mlp.gate.weight

@@ -12,6 +12,7 @@ from optimized.boundary_kernel import gate_shares, post_norm_and_add
 from optimized.norms import norm_factor, scaled_input
 from optimized.triton_support import (
     let_next_start,
+    loads_are_asked_for,
     prefetch,
     previous_is_done,
     round_to_tf32,
@@ -115,8 +116,10 @@ def boundary_router_kernel(
     y_row, h_row = y_ptr + token * y_stride, h_ptr + token * h_stride
     ys, hs, xs = (), (), ()
     for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
-        ys = ys + (_part(y_row, i, D, BLOCK).to(tl.float32),)
         hs = hs + (_part(h_row, i, D, BLOCK).to(tl.float32),)
+    loads_are_asked_for(PDL)
+    for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+        ys = ys + (_part(y_row, i, D, BLOCK).to(tl.float32),)
     squares = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
         y = ys[i]

@@ -7,8 +7,10 @@ import torch
 
 from optimized import packing
 from optimized.boundary_router import CHANGE, BoundaryRouterKnobs, enter, next_projections
+from optimized.change import apply_change, share
 from optimized.router_topk import choose
-from reference.beam import Layer, MoE, ResidualBoundary, StepTables, configs
+from reference.beam import Layer, MoE, ResidualBoundary, StepTables, build, configs
+from reference.beam import cache as kv_cache
 from reference.beam_attention import Step
 from reference.cache import LayerCache
 from tests.optimized.kernel_checks import (
@@ -152,3 +154,21 @@ def test_refuses_what_it_is_not_made_for():
     dense = Layer(TOY, 0)
     assert "no such router" in refusal(CHANGE, dense, *args)
     assert isinstance(layer.mlp, MoE)
+
+
+@pytest.mark.slow
+def test_many_tokens_end_in_the_combined_boundary():
+    model = build(TOY, DEVICE, 3)
+    faster = share(model)
+    apply_change(faster, CHANGE, "triton")
+    at = [layer.kind for layer in model.model.layers].index("moe_sliding")
+    full = kv_cache(TOY, 2, 132, DEVICE)
+    h = bf16(2, 132, TOY.hidden)
+    layer, replaced = model.model.layers[at], faster.model.layers[at]
+    x = layer.input_layernorm(h)
+    step = model.step(torch.arange(132, device=DEVICE).expand(2, -1), full)
+    args = h, x, step, full.layers[at], model.model.norm.weight
+    assert replaced.declines(*args) is None
+    assert "tokens" in replaced.declines(h[:, :9], x[:, :9], *args[2:])
+    for ours, theirs in zip(replaced(*args), layer(*args), strict=True):
+        assert (ours == theirs).float().mean() > 0.999
