@@ -76,12 +76,15 @@ def _columns(
     i: tl.constexpr,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
-    EVICTION: tl.constexpr = "",  # pyright: ignore[reportArgumentType]
+    ONCE: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
 ):
-    """Piece `i` of some lines [LINES, 1], of those that are `present`."""
+    """Piece `i` of some lines [LINES, 1], of those that are `present`; what is read `ONCE` is first
+    to leave the caches."""
     column = i * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = present if (i + 1) * BLOCK <= F else present & (column < F)
-    return tl.load(lines_ptr + column, mask=inside, other=0.0, eviction_policy=EVICTION)
+    if ONCE:
+        return tl.load(lines_ptr + column, mask=inside, other=0.0, eviction_policy="evict_first")
+    return tl.load(lines_ptr + column, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -152,7 +155,7 @@ def experts_down_across_kernel(
         _ask_for_rest(lines_ptr, F, HELD * BLOCK, PDL)
     held = ()
     for i in tl.static_range(HELD):  # pyright: ignore[reportGeneralTypeIssues]
-        held = held + (_columns(lines_ptr, present, i, F, BLOCK, "evict_first"),)
+        held = held + (_columns(lines_ptr, present, i, F, BLOCK, True),)
     previous_is_done(PDL)
     inputs_ptr = hidden_ptr + (token * TOP_K + slot) * F
     inputs = ()
@@ -163,7 +166,7 @@ def experts_down_across_kernel(
         if i < HELD:
             weight = held[i]
         else:
-            weight = _columns(lines_ptr, present, i, F, BLOCK, "evict_first")
+            weight = _columns(lines_ptr, present, i, F, BLOCK, True)
         wide = weight.to(tl.float32)  # pyright: ignore[reportAttributeAccessIssue]
         sums = tl.fma(wide, inputs[i].to(tl.float32), sums)
     share = tl.load(weights_ptr + token * weights_stride + slot, mask=chosen, other=0.0)
