@@ -1,7 +1,8 @@
 """What `optimized.gemv` may be computed by: the engines, which machine has which, what they take.
 
 `triton` is `optimized.gemv`'s own kernel, `cutedsl` the one of `optimized.gemv_cute` in CuTe DSL,
-`tinygemm` FlashInfer's for 1 to 8 rows. Each rounds once, from FP32 sums. An engine is a launch
+`tinygemm` FlashInfer's for 1 to 8 rows, `library` what PyTorch calls. Each rounds once, from FP32
+sums. An engine is a launch
 knob, so that the shape's measured time chooses it. A library is imported, and its kernel compiled
 for a small product, when its engine is first asked for.
 """
@@ -20,7 +21,8 @@ from optimized.triton_support import DependentLaunch, row_stride
 OWN = "triton"
 CUTE = "cutedsl"
 TINY = "tinygemm"
-ENGINES = (OWN, CUTE, TINY)
+LIBRARY = "library"
+ENGINES = (OWN, CUTE, TINY, LIBRARY)
 LIBRARIES = {
     CUTE: ("cutlass", "nvidia-cutlass-dsl"),
     TINY: ("flashinfer.gemm", "flashinfer-python"),
@@ -50,9 +52,11 @@ def missing(engine: str) -> str | None:
     """Why `engine` cannot run on this machine, or None; imports its library and runs it once."""
     if engine == OWN:
         return None
-    module, package = LIBRARIES[engine]
-    if not torch.cuda.is_available() or torch.version.cuda is None:
+    if not torch.cuda.is_available() or (torch.version.cuda is None and engine != LIBRARY):
         return "it needs a CUDA device"
+    if engine == LIBRARY:
+        return None
+    module, package = LIBRARIES[engine]
     if capability() < SINCE[engine]:
         major, minor = SINCE[engine]
         return (
@@ -177,10 +181,13 @@ def cute_fits(shape: Mapping[str, int], knobs: Any) -> bool:
 
 
 def multiply(x: Tensor, weight: Tensor, y: Tensor, knobs: Any) -> None:
-    """y [..., O] = x [..., D] times weight [O, D] transposed, by the library engine of `knobs`.
+    """y [..., O] = x [..., D] times weight [O, D] transposed, by the engine of `knobs`, not ours.
 
     Rows of x that the engine cannot read where they are it gets in a copy.
     """
+    if knobs.engine == LIBRARY:
+        torch.matmul(x, weight.t(), out=y)
+        return
     if weight.data_ptr() % 16:
         raise ValueError(f"engine {knobs.engine!r} takes a weight that is 16-byte aligned")
     if knobs.engine == TINY:

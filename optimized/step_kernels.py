@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from optimized.decode_attention import HIDDEN, dot
-from optimized.qk_norm import normed_halves, turned
+from optimized.qk_norm_kernel import normed_halves, turned
 from optimized.triton_support import exp_fp32, let_next_start, previous_is_done
 
 

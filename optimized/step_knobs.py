@@ -58,7 +58,7 @@ class StepKnobs:
             rows=16 if width >= 512 else 4,  # a row for each warp
             row_warps=16 if width >= 512 else 4,
             stream=stream,
-            ahead=2 if stream else 0,
+            ahead=1 if stream else 0,
             columns=8 if shares > MANY_SHARES else COMBINED_COLUMNS,
             column_warps=8 if shares > MANY_SHARES else 4,
         )

@@ -15,7 +15,7 @@ from torch import nn
 from optimized import gemv, gemv_cute, gemv_engines, launches, linear_decode
 from optimized.change import share
 from optimized.gemv import GemvKnobs
-from optimized.gemv_engines import CUTE, OWN, REGISTERS, SHARED, TINY
+from optimized.gemv_engines import CUTE, LIBRARY, OWN, REGISTERS, SHARED, TINY
 from optimized.offline import cute_rows
 from optimized.plan import Enabled, Plan, apply_enabled, make_knobs
 from optimized.triton_support import DependentLaunch
@@ -55,19 +55,36 @@ def test_a_machine_without_libraries_has_the_choices_of_before(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "engines"),
     [
-        ((1, 1792, 5120), (OWN, CUTE, TINY)),
-        ((8, 1792, 5120), (OWN, CUTE, TINY)),
-        ((9, 1792, 5120), (OWN, CUTE)),  # tinygemm's rows
-        ((17, 1792, 5120), (OWN,)),
-        ((1, 1790, 5120), (OWN, CUTE)),  # tinygemm's 16 outputs
-        ((1, 1792, 320), (OWN, TINY)),  # 256 columns
-        ((2, 1792, 320), (OWN, CUTE, TINY)),  # 64
-        ((2, 1792, 72), (OWN,)),
+        ((1, 1792, 5120), (OWN, CUTE, TINY, LIBRARY)),
+        ((8, 1792, 5120), (OWN, CUTE, TINY, LIBRARY)),
+        ((9, 1792, 5120), (OWN, CUTE, LIBRARY)),  # tinygemm's rows
+        ((17, 1792, 5120), (OWN, LIBRARY)),
+        ((1, 1790, 5120), (OWN, CUTE, LIBRARY)),  # tinygemm's 16 outputs
+        ((1, 1792, 320), (OWN, TINY, LIBRARY)),  # 256 columns
+        ((2, 1792, 320), (OWN, CUTE, TINY, LIBRARY)),  # 64
+        ((2, 1792, 72), (OWN, LIBRARY)),
     ],
     ids=str,
 )
 def test_an_engine_is_offered_for_the_shapes_it_takes(all_engines, sizes, engines):
     assert GemvKnobs.candidates(shape(*sizes)).get("engine", (OWN,)) == engines
+
+
+@pytest.mark.parametrize("rows", [2, 8, 16])
+@pytest.mark.parametrize(("outputs", "width"), SHAPES, ids=str)
+def test_the_heuristic_for_few_rows_takes_the_fastest_engine_there_is(
+    monkeypatch, rows, outputs, width
+):
+    monkeypatch.setattr(gemv_engines, "capability", lambda: (9, 0))
+    sizes = shape(rows, outputs, width)
+    for absent, expected in (((), CUTE), ((CUTE, TINY), LIBRARY), ((CUTE, TINY, LIBRARY), OWN)):
+        monkeypatch.setattr(
+            gemv_engines, "missing", lambda e, gone=absent: "x" if e in gone else None
+        )
+        chosen = GemvKnobs.heuristic(sizes)
+        fits = any(k.engine == CUTE for k in valid(sizes))
+        assert chosen.engine == (expected if fits or expected != CUTE else LIBRARY)
+        assert chosen.is_valid(sizes)
 
 
 def test_weights_are_held_in_shared_memory_for_one_row_where_the_card_copies(monkeypatch):
@@ -140,7 +157,7 @@ def test_knobs_that_do_not_fit_are_refused_before_any_launch():
     [
         (CUTE, "engine 'cutedsl' cannot run here: it needs a CUDA device; or take engine 'triton'"),
         (TINY, "engine 'tinygemm' cannot run here: it needs a CUDA device; or take .*"),
-        ("cuda", "unknown engine 'cuda'; choose one of triton, cutedsl, tinygemm"),
+        ("cuda", "unknown engine 'cuda'; choose one of triton, cutedsl, tinygemm, library"),
     ],
     ids=[CUTE, TINY, "cuda"],
 )
@@ -278,7 +295,7 @@ def need(engine: str) -> None:
         pytest.skip(f"engine {engine}: {reason}")
 
 
-ENGINES = [(CUTE, REGISTERS), (CUTE, SHARED), (TINY, REGISTERS)]
+ENGINES = [(CUTE, REGISTERS), (CUTE, SHARED), (TINY, REGISTERS), (LIBRARY, REGISTERS)]
 
 
 @pytest.mark.gpu

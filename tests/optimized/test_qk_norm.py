@@ -219,7 +219,7 @@ def test_guard_says_why(change, node):
 
 def test_many_rows_are_served_together():
     sizes = {"T": 16384, "H": 6, "Hkv": 1, "d": 128}
-    assert QKKnobs.heuristic(sizes) == QKKnobs(warps=8, heads=8, rows=8)
+    assert QKKnobs.heuristic(sizes) == QKKnobs(warps=4, heads=8, rows=8)
     assert QKKnobs.heuristic(sizes | {"T": 256}) == QKKnobs(warps=1, heads=1, rows=1)
 
 

@@ -81,7 +81,7 @@ def test_only_dense_caches_are_called_ahead():
 
 def test_a_rank_of_beam_streams_its_whole_context_and_no_window():
     knobs = StepKnobs.heuristic(RANK)
-    assert (knobs.stream, knobs.splits, knobs.ahead) == (True, 264, 2)
+    assert (knobs.stream, knobs.splits, knobs.ahead) == (True, 264, 1)
     assert not StepKnobs.heuristic({**RANK, "S": 512}).stream
     assert not StepKnobs.heuristic({**RANK, "H": 64}).stream  # too many numerators for a warp
 
