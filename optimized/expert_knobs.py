@@ -6,7 +6,9 @@ from typing import Any
 
 import triton
 
+from optimized import experts_cute
 from optimized.change import KnobValue
+from optimized.gemv_engines import CUTE, OWN
 from optimized.grouped_experts import GroupedKnobs
 
 MAX_PAIRS = 64  # beyond, pairs share experts and a grouped matrix product reads less
@@ -15,6 +17,8 @@ MAX_TILE = 8192  # partial sums a program holds, of each matrix
 MAX_HELD = 160  # weights that a thread holds, in half as many registers
 LOOPING = 660  # programs of a loop over tiles: five on each of 132 SMs
 MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
+# What says nothing to the CuTe DSL kernels.
+UNSAID = {"up_rows": 1, "up_block": 256, "down_block": 64, "down_held": 0, "down_across": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,10 @@ class ExpertsKnobs:
     """Per kernel: `rows` of outputs a program, the `block` of the sum at a time, `warps`. The first
     has `stages` of a pipelined loop, or 0 for an unrolled one, and a program for every tile of rows
     or `up_programs` that loop over all tiles. The second holds the weights of its first `down_held`
-    slots before the first is done, or with its slots `down_across` the threads, so much of each."""
+    slots before the first is done, or with its slots `down_across` the threads, so much of each.
+
+    `engine` is whose kernels they are. To CuTe DSL's, for one token, `up_stages` are those of a
+    warp's ring, `up_programs` always loop, and what says nothing is as in `UNSAID`."""
 
     up_rows: int
     up_block: int
@@ -34,6 +41,7 @@ class ExpertsKnobs:
     down_held: int
     up_programs: int = 0
     down_across: bool = False
+    engine: str = OWN
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "ExpertsKnobs":
@@ -59,7 +67,8 @@ class ExpertsKnobs:
 
     @classmethod
     def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
-        return {
+        engines = experts_cute.offered(shape)
+        choices = {
             "up_rows": (1, 2, 4, 8),
             "up_block": (256, 512, 1024, 2048),
             "up_warps": (2, 4, 8),
@@ -71,8 +80,14 @@ class ExpertsKnobs:
             "down_held": tuple(sorted({0, shape["K"] // 4, shape["K"] // 2, *_most(shape["K"])})),
             "down_across": (False, True),
         }
+        if engines == (OWN,):
+            return choices
+        return {**choices, "up_programs": (0, 132, *choices["up_programs"][1:]), "engine": engines}
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
+        if self.engine != OWN:
+            unsaid = all(getattr(self, name) == value for name, value in UNSAID.items())
+            return unsaid and self.engine == CUTE and experts_cute.fits(shape, self)
         sizes = (
             (self.up_rows, self.up_block, shape["D"]),
             (self.down_rows, self.down_block, shape["F"]),

@@ -11,7 +11,8 @@ feed-forward width. All rounding points are kept; none is added.
 Few pairs: two kernels that read the chosen experts' weights in place, 3 F D BF16 values a pair: 79
 MB for the 8 pairs of a token at D = 5120, F = 320, 18 us at an H200's 4.33 TB/s (2026-11-29). What
 counts is how many loads are in flight: rows of the matrices are spread over several thread blocks
-an SM, and the second kernel holds its weights in registers before the first is done.
+an SM, and the second kernel holds its weights in registers before the first is done. The knob
+`engine` may name two kernels in CuTe DSL for one token instead (`optimized.experts_cute`).
 
 Many pairs: sorted by expert for grouped matrix products (`grouped_experts`), whose results are not
 put back in order; the weighted sum reads them where they are.
@@ -25,11 +26,13 @@ import torch
 import triton
 from torch import Tensor
 
+from optimized import experts_cute
 from optimized.change import Change, Contract, Implementation
 from optimized.combine import weighted_sum
 from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs
 from optimized.experts_down import experts_down_across_kernel, experts_down_kernel
 from optimized.experts_up import experts_up_kernel, experts_up_loop_kernel
+from optimized.gemv_engines import OWN
 from optimized.grouped_experts import GroupedKnobs, grouped_experts
 from optimized.triton_support import (
     OfflineCase,
@@ -71,7 +74,12 @@ def guard(node: Any, x: Tensor, weights: Tensor, experts: Tensor) -> str | None:
 
 
 def build(node: Any, knobs: ExpertsKnobs | GroupedKnobs | None):
-    """(x [N, D] BF16, weights [N, K] FP32, experts [N, K] int64) -> [N, D] BF16."""
+    """(x [N, D] BF16, weights [N, K] FP32, experts [N, K] int64) -> [N, D] BF16.
+
+    ValueError if the knobs name an engine that is unknown or cannot run here.
+    """
+    if isinstance(knobs, ExpertsKnobs):
+        experts_cute.check(knobs.engine)
 
     def forward(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         if experts.numel() > MAX_PAIRS:
@@ -89,10 +97,16 @@ def few(
     sizes = shape(node, x, weights, experts)
     pairs, top_k, width, inner = sizes["P"], sizes["K"], sizes["D"], sizes["F"]
     chosen = knobs or ExpertsKnobs.heuristic(sizes)
-    hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     out = torch.empty((len(experts), width), dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
+    if chosen.engine != OWN:
+        if not chosen.is_valid(sizes):
+            raise ValueError(f"{chosen} do not fit the experts of {sizes}; tune it again")
+        matrices = node.gate_up_proj, node.down_proj
+        experts_cute.compute(x, weights, experts, *matrices, out, node.combine.scale, chosen)
+        return out
+    hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(inner, chosen.up_rows)
     blocks: dict[str, Any] = {"TOP_K": top_k, "D": width, "F": inner, "ROWS": chosen.up_rows}
     blocks |= {"BLOCK": chosen.up_block, "STAGES": chosen.up_stages, "num_warps": chosen.up_warps}

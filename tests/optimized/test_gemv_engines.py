@@ -249,7 +249,7 @@ def test_offline_says_that_the_library_is_not_there(monkeypatch, caplog):
 
     monkeypatch.setattr(gemv_cute, "kernels", absent)
     with caplog.at_level(logging.WARNING, logger="optimized.offline"):
-        assert list(cute_rows()) == []
+        assert list(cute_rows(["gemv_cute"])) == []
     assert caplog.messages == [
         "kernels of gemv_cute are left out: No module named 'cutlass'; install nvidia-cutlass-dsl"
     ]
@@ -258,7 +258,7 @@ def test_offline_says_that_the_library_is_not_there(monkeypatch, caplog):
 def test_cute_kernels_compile_without_a_gpu():
     """All weights are asked for before the wait and nothing is written there; nothing spills."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    rows = {(row.kernel, row.target): row for row in cute_rows()}
+    rows = {(row.kernel, row.target): row for row in cute_rows(["gemv_cute"])}
     kernels = {"gemv_cute_kernel": 10, "gemv_cute_shared_kernel": 4, "few_rows_cute_kernel": 40}
     assert set(rows) == set(itertools.product(kernels, ("sm_90", "sm_100")))
     for (kernel, _), row in rows.items():
