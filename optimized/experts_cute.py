@@ -225,7 +225,7 @@ def cute_cases() -> list[CuteCase]:
     """Beam on one of eight tensor-parallel ranks; ImportError without the library."""
     made = kernels()
     up = Key(8, 5120, 320, warps=4, stages=5, programs=132, rows=0, pdl=True)
-    down = Key(8, 5120, 320, warps=4, stages=0, programs=0, rows=4, pdl=True)
+    down = Key(8, 5120, 320, warps=4, stages=0, programs=0, rows=8, pdl=True)
     return [
         CuteCase(kernel.__name__, key._asdict(), key.warps, key.shared, key)
         for kernel, key in zip(made.kernels, (up, down), strict=True)

@@ -24,7 +24,7 @@ KNOBS = {
     "up_warps": 4,
     "up_stages": 5,
     "up_programs": 132,
-    "down_rows": 4,
+    "down_rows": 8,
     "down_block": 64,
     "down_warps": 4,
     "down_held": 0,
@@ -104,6 +104,7 @@ def test_knobs_that_say_nothing_have_one_value(machine):
         ({"up_warps": 8}, {"width": 5152}, False),  # 644 columns a warp
         ({"up_programs": 2561}, {}, False),  # rows of hidden
         ({"down_warps": 1}, {}, False),  # four of eight experts at a time
+        ({"down_rows": 4}, {}, True),
         ({"down_rows": 1}, {}, False),  # two rows at a time
         ({"down_rows": 64}, {}, False),  # 328 KB
         ({"down_warps": 2, "down_rows": 2}, {}, True),
@@ -203,7 +204,7 @@ def need_cute() -> None:
 
 SIZES = {
     (8, 5120, 320): {},
-    (4, 544, 40): {"up_programs": 7, "up_stages": 3},
+    (4, 544, 40): {"up_programs": 7, "up_stages": 3, "down_rows": 64},
     (1, 416, 72): {"up_programs": 13, "up_stages": 2, "down_rows": 64, "down_warps": 8},
 }
 
