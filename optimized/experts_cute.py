@@ -88,7 +88,8 @@ def down_shared(slots: int, inner: int, rows: int) -> int:
 def takes(shape: Mapping[str, int]) -> bool:
     """Whether the engine computes one token's experts of these sizes, whatever the knobs."""
     one = shape["P"] == shape["K"] and 1 <= shape["K"] <= MAX_SLOTS
-    return one and not shape["D"] % PIECE and not shape["F"] % PIECE
+    pieces = not shape["D"] % PIECE and not shape["F"] % PIECE
+    return one and pieces and shape["F"] <= MAX_DOWN * SHARING * PIECE
 
 
 def offered(shape: Mapping[str, int]) -> tuple[str, ...]:
@@ -127,7 +128,7 @@ def fits(shape: Mapping[str, int], knobs: Any) -> bool:
     lines, rows = 32 * knobs.down_warps // SHARING, knobs.down_rows
     if lines % slots or rows % (lines // slots) or rows > min(width, 32 * knobs.down_warps):
         return False
-    return inner <= MAX_DOWN * SHARING * PIECE and down_shared(slots, inner, rows) <= MAX_SHARED
+    return down_shared(slots, inner, rows) <= MAX_SHARED
 
 
 @functools.cache

@@ -66,6 +66,7 @@ def test_a_machine_without_the_library_has_the_choices_of_before(monkeypatch):
         ({"slots": 33}, False),  # one a lane
         ({"width": 5124}, False),  # 16 bytes
         ({"inner": 324}, False),
+        ({"inner": 1032}, False),  # 17 pieces of hidden in a thread
     ],
     ids=str,
 )
@@ -102,7 +103,8 @@ def test_knobs_that_say_nothing_have_one_value(machine):
         ({"up_programs": 264, "up_stages": 6}, {}, False),  # 248 KB on an SM
         ({"up_warps": 1}, {}, False),  # 20 pieces of x in a thread
         ({"up_warps": 8}, {"width": 5152}, False),  # 644 columns a warp
-        ({"up_programs": 2561}, {}, False),  # rows of hidden
+        ({"down_rows": 16, "up_programs": 64}, {"slots": 1, "inner": 64}, True),
+        ({"down_rows": 16, "up_programs": 65}, {"slots": 1, "inner": 64}, False),  # 64 rows
         ({"down_warps": 1}, {}, False),  # four of eight experts at a time
         ({"down_rows": 4}, {}, True),
         ({"down_rows": 1}, {}, False),  # two rows at a time
@@ -110,7 +112,6 @@ def test_knobs_that_say_nothing_have_one_value(machine):
         ({"down_warps": 2, "down_rows": 2}, {}, True),
         ({"down_rows": 16, "up_programs": 64}, {"slots": 1}, True),
         ({"down_rows": 8, "up_programs": 64}, {"slots": 1}, False),  # 16 rows at a time
-        ({"down_rows": 16, "up_programs": 8}, {"slots": 4, "width": 32, "inner": 1032}, False),
     ],
     ids=str,
 )
