@@ -90,15 +90,14 @@ class GemvKnobs:
         """CuTe DSL's kernel or a library's where this machine has them: of 8 rows on an H200 the
         first took 6.2 us for 1792 x 5120 and 3.2 for 5120 x 768, ours 14.3 and 5.7 (2026-11-30).
         """
-        engines = gemv_engines.offered(shape)
-        if CUTE in engines:
+        if gemv_engines.serves(CUTE, shape):
             narrow = shape["O"] < 4096
             for block in (512, 256, 128, 64):
                 warps, rows = (16, 16) if narrow else (8, 32)
                 made = cls(warps=warps, rows=rows, block=block, stages=2, engine=CUTE)
                 if made._fits(shape):
                     return made
-        if LIBRARY in engines:
+        if gemv_engines.serves(LIBRARY, shape):
             first = {name: values[0] for name, values in FEW_ROWS_CHOICES.items()}
             return cls(**first, engine=LIBRARY)
         return cls(warps=4, rows=16 if shape["O"] < 8192 else 64, block=256, stages=4)

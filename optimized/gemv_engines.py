@@ -99,9 +99,14 @@ def takes(engine: str, shape: Mapping[str, int]) -> bool:
     return True
 
 
+def serves(engine: str, shape: Mapping[str, int]) -> bool:
+    """Whether this machine has `engine` and it takes the shape."""
+    return takes(engine, shape) and missing(engine) is None
+
+
 def offered(shape: Mapping[str, int]) -> tuple[str, ...]:
-    """The engines that this machine has and that take the shape; our Triton kernel is first."""
-    return tuple(e for e in ENGINES if takes(e, shape) and missing(e) is None)
+    """The engines that serve the shape; our Triton kernel is first."""
+    return tuple(e for e in ENGINES if serves(e, shape))
 
 
 def check(engine: str) -> None:
