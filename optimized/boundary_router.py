@@ -17,7 +17,6 @@ the L2 cache: 18 MB of Beam on a TP8 rank. The experts' weights that follow are 
 so; they make room for each other first.
 """
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +45,7 @@ MAX_WIDTH = 16384
 SECTOR = 128  # bytes
 MAX_CHUNKS = 8  # parts of what a program asks for
 
-_following: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
+_following: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,24 +131,21 @@ def outside(node: Any, h: Tensor, x: Tensor, router: str, boundary: str) -> str 
 
 
 def prepare(parent: nn.Module, node: nn.Module) -> None:
-    """Remember the layer after this one."""
+    """Remember the projections of one input in the layer after this one: their parameters, which
+    all module trees share."""
     layers = list(parent.children())
-    places = [i for i, layer in enumerate(layers) if layer is node]
-    if places and places[0] + 1 < len(layers):
-        _following[node] = weakref.ref(layers[places[0] + 1])
+    at = next((i for i, layer in enumerate(layers) if layer is node), len(layers))
+    for owner in layers[at + 1].modules() if at + 1 < len(layers) else ():
+        for module in owner.children():
+            if region_of(module) == "parallel_projection":
+                _following[node] = tuple(getattr(owner, name).weight for name in module.names)
+                return
 
 
 def next_projections(node: nn.Module) -> Tensor | None:
     """The next layer's packed projections of one input [O, D], or None where there are none."""
-    layer = _following[node]() if node in _following else None
-    if layer is None:
-        return None
-    for parent in layer.modules():
-        for module in parent.children():
-            if region_of(module) == "parallel_projection":
-                weights = tuple(getattr(parent, name).weight for name in module.names)
-                return packed(weights) if are_adjacent(weights) else None
-    return None
+    weights = _following.get(node)
+    return packed(weights) if weights is not None and are_adjacent(weights) else None
 
 
 def build(node: Any, knobs: BoundaryRouterKnobs | None):

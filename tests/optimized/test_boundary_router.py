@@ -139,6 +139,8 @@ def test_the_next_layers_projections_are_asked_for_where_they_are_packed():
     packing.pack(tuple(getattr(attention, n).weight for n in attention.project.names))
     found = next_projections(layer)
     assert torch.equal(found, expected) and next_projections(following) is None
+    del layers, following, attention, each  # a later tree shares the parameters, not the modules
+    assert next_projections(layer) is not None
     y, h = args[1], args[0]
     norms = layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight
     given = y, h, *norms, None, layer.mlp.gate.weight, *numbers(layer.attn_boundary), None
