@@ -46,13 +46,18 @@ class Space:
     def drawn(self, count: int) -> list[Values]:
         """`count` valid ones at random, or fewer, the same each time; the sampler learns from them.
         Among the first is each word, an engine's name, that the heuristic does not say: of one
-        with few valid knobs none might be drawn. Drawn here, since every trial that Optuna is
-        asked for is written to its storage."""
+        with few valid knobs none might be drawn. Half of what is drawn for words are first choices,
+        which an engine takes where a knob says nothing to it; all words have up to half the places.
+        Drawn here, since every trial that Optuna is asked for is written to its storage."""
         random = Random(0)
         found: list[Values] = []
-        for fixed in [*self._words(), *[{}] * count]:
+        words = self._words()
+        rounds = max(1, count // 2 // max(1, len(words)))
+        for fixed in [*words * rounds, *[{}] * count]:
             for _ in range(MAX_DRAWN):
                 drawn = {name: random.choice(list(v)) for name, v in self.candidates.items()}
+                if fixed:
+                    drawn |= {n: v[0] for n, v in self.candidates.items() if random.random() < 0.5}
                 values = {**drawn, **fixed}
                 if values not in [*found, self.heuristic] and self.is_valid(values):
                     found.append(values)

@@ -31,6 +31,7 @@ from optimized.triton_support import DependentLaunch
 SHARING = 8  # threads on one row of an expert's down matrix
 MAX_SLOTS, MAX_UP, MAX_DOWN = 32, 10, 16  # experts; pieces of x, and of hidden, in registers
 SMS, MAX_SHARED = 132, 220_000  # of an H200, and bytes of shared memory on each
+MAX_BLOCKS = 2  # on an SM; more have shorter rings each, and not more in flight
 
 
 class Key(NamedTuple):
@@ -121,7 +122,7 @@ def fits(shape: Mapping[str, int], knobs: Any) -> bool:
     if width % (PIECE * warps) or -(-width // (PIECE * 32 * warps)) > MAX_UP:
         return False
     blocks = -(-programs // SMS)  # on an SM
-    if programs > slots * inner or max(warps, knobs.down_warps) > 32:
+    if blocks > MAX_BLOCKS or programs > slots * inner or max(warps, knobs.down_warps) > 32:
         return False
     if blocks * up_shared(slots * inner, width, warps, stages, programs) > MAX_SHARED:
         return False

@@ -34,3 +34,16 @@ def test_numbers_alone_are_drawn_as_ever() -> None:
     found = space().drawn(3)
     assert found == space().drawn(3)
     assert len(found) == 3 and all(set(v) == {"rows", "warps"} for v in found)
+
+
+def test_an_engine_to_which_most_knobs_say_nothing_is_tried_several_times() -> None:
+    silent = {f"silent{i}": (0, 1, 2, 3) for i in range(5)}
+    candidates = {"rows": tuple(range(1, 101)), **silent, "engine": ("own", "other")}
+
+    def is_valid(values):
+        return values["engine"] == "own" or not any(values[name] for name in silent)
+
+    heuristic = {**dict.fromkeys(silent, 1), "rows": 2, "engine": "own"}
+    found = Space(candidates=candidates, heuristic=heuristic, is_valid=is_valid).drawn(11)
+    assert len(found) == 11 and 5 <= sum(v["engine"] == "other" for v in found) <= 6
+    assert len({v["rows"] for v in found if v["engine"] == "other"}) >= 3
