@@ -129,10 +129,10 @@ def test_the_next_layers_projections_are_asked_for_where_they_are_packed():
     layer, args = layer_call(1)
     following, _ = layer_call(1)
     layers = torch.nn.ModuleList([layer, following])
-    (kernel,) = CHANGE.implementations
-    assert next_projections(layer) is None
+    prepare = CHANGE.implementations[0].prepare
+    assert prepare is not None and next_projections(layer) is None
     for each in layers:
-        kernel.prepare(layers, each)
+        prepare(layers, each)
     assert next_projections(layer) is None and next_projections(following) is None
     attention = following.self_attn
     expected = torch.cat([getattr(attention, n).weight for n in attention.project.names])
