@@ -13,8 +13,11 @@ L2 cache, and no kernel has to end and another to begin between the two.
 
 From attention to the choice of experts memory is idle for most of the time, so the kernel asks for
 the next layer's projections of one input, where they are packed (`parallel_projection`), to come to
-the L2 cache: 18 MB of Beam on a TP8 rank. The experts' weights that follow are read once and marked
-so; they make room for each other first.
+the L2 cache: 18 MB of Beam on a TP8 rank. Weights of the experts' second product, read once after
+it, are marked to leave the cache first; Triton's asynchronous copies of the first's take no mark.
+
+Of many tokens a layer ends in one kernel for the weighted sum and the boundary
+(`optimized.combined_boundary`), and all before it is as it was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,8 +102,9 @@ def shape(node: Any, h: Tensor, x: Tensor, *rest: Any) -> dict[str, int]:
 def guard(node: Any, h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor) -> str | None:
     """Why the kernels do not take this call, or None: of few tokens this one, of many the one that
     the layer ends in."""
-    reason = outside(node, h, x, "router", "residual_boundary")
-    return None if reason is None else reason if combined_boundary.outside(node, h, x) else None
+    if combined_boundary.outside(node, h, x) is None:
+        return None
+    return outside(node, h, x, "router", "residual_boundary")
 
 
 def unsupported(node: Any) -> str | None:
@@ -251,7 +255,7 @@ def offline_cases() -> list[OfflineCase]:
 CHANGE = Change(
     name="boundary_router",
     region="layer",
-    summary="a layer whose boundary before the experts and router are one kernel",
+    summary="a layer with boundary and router, or of many tokens sum and boundary, in one kernel",
     contract=Contract(numerics="reduction", batch_invariant=False),
     around=True,
     implementations=(

@@ -6,22 +6,21 @@ alone; it runs in PyTorch's current stream and may be captured in a CUDA graph.
 """
 
 import functools
-import tempfile
-import threading
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from optimized import cute_support
+from optimized.cute_support import CuteCase, library
 from optimized.gemv_engines import (
     BULK_COPIES,
     CUTE,
     OWN,
     PIECE,
-    CannotServe,
     capability,
+    check_among,
     missing,
     not_in_a_graph,
 )
@@ -62,18 +61,7 @@ class Key(NamedTuple):
         return up_shared(rows, self.width, self.warps, self.stages, self.programs)
 
 
-class Kernels(NamedTuple):
-    """What the library made of the device code: up, down."""
-
-    cutlass: ModuleType
-    cute: ModuleType
-    driver: ModuleType
-    kernels: tuple[Any, Any]
-    starts: tuple[Any, Any]
-
-
 _compiled: dict[Key, Any] = {}
-_compiling = threading.Lock()  # the library compiles one kernel at a time
 
 
 def up_shared(rows: int, width: int, warps: int, stages: int, programs: int) -> int:
@@ -102,15 +90,16 @@ def offered(shape: Mapping[str, int]) -> tuple[str, ...]:
 
 def check(engine: str) -> None:
     """ValueError in one line unless this machine has `engine`."""
-    if engine not in (OWN, CUTE):
-        raise ValueError(f"unknown engine {engine!r}; choose one of {OWN}, {CUTE}")
+    check_among((OWN, CUTE), engine, _missing)
+
+
+def _missing(engine: str) -> str | None:
     reason = missing(engine)
     if engine == CUTE and reason is None and capability() < BULK_COPIES:
         major, minor = BULK_COPIES
         name = torch.cuda.get_device_name()
         reason = f"the experts need compute capability {major}.{minor}, this is {name}"
-    if reason is not None:
-        raise ValueError(f"engine {engine!r} cannot run here: {reason}; or take engine {OWN!r}")
+    return reason
 
 
 def fits(shape: Mapping[str, int], knobs: Any) -> bool:
@@ -133,20 +122,14 @@ def fits(shape: Mapping[str, int], knobs: Any) -> bool:
 
 
 @functools.cache
-def kernels() -> Kernels:
-    """The device code; ImportError without the library."""
-    import cuda.bindings.driver
-    import cutlass
-    import cutlass.cute
-
+def kernels() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Host code and kernel of both products; ImportError without the library."""
+    library()
     from optimized import experts_cute_kernels as made
 
-    return Kernels(
-        cutlass,
-        cutlass.cute,
-        cuda.bindings.driver,
-        (made.experts_up_cute_kernel, made.experts_down_cute_kernel),
-        (made.start_up, made.start_down),
+    return (
+        (made.start_up, made.experts_up_cute_kernel),
+        (made.start_down, made.experts_down_cute_kernel),
     )
 
 
@@ -163,15 +146,11 @@ def compiled(key: Key, options: str = "") -> Any:
 
     `options` are its compiler's. Raises CannotServe.
     """
-    made = kernels()
+    made = library()
     address, stream = made.cutlass.Int64(0), made.driver.CUstream(0)
     given = [address] * 5 + [made.cutlass.Float32(1.0)] if key.rows else [address] * 4
-    start = made.starts[key.rows > 0]
-    with _compiling:
-        try:
-            return made.cute.compile(start, *given, stream, *key.constants, options=options)
-        except Exception as error:  # noqa: BLE001, the library's and LLVM's have no common class
-            raise CannotServe(f"engine {CUTE!r} cannot compile {key}: {error}") from error
+    arguments = *given, stream, *key.constants
+    return cute_support.compiled(kernels()[key.rows > 0][0], arguments, key, options)
 
 
 def compute(
@@ -197,38 +176,19 @@ def compute(
         if key not in _compiled:
             not_in_a_graph(CUTE)
             _compiled[key] = compiled(key)
-    made = kernels()
-    stream = made.driver.CUstream(torch.cuda.current_stream(x.device).cuda_stream)
+    stream = library().stream(x.device)
     calls = (x, experts, up, hidden), (hidden, weights, experts, down, y)
-    for kernel, key, tensors in zip(made.kernels, keys, calls, strict=True):
+    for (_, kernel), key, tensors in zip(kernels(), keys, calls, strict=True):
         more = (scale,) if key.rows else ()
         with observed(kernel, tensors):
             _compiled[key](*(tensor.data_ptr() for tensor in tensors), *more, stream)
 
 
-class CuteCase(NamedTuple):
-    """One way to compile a kernel; offline, as `OfflineCase` is for Triton."""
-
-    kernel: str
-    constexprs: Mapping[str, Any]
-    num_warps: int
-    shared_bytes: int
-    key: Key
-
-    def binary(self, architecture: str) -> tuple[bytes, str]:
-        """The cubin and the PTX for "sm_90" or another; CannotServe where it does not compile."""
-        with tempfile.TemporaryDirectory() as folder:
-            keep = f"--gpu-arch {architecture} --keep-ptx --keep-cubin --dump-dir {folder}"
-            made = compiled(self.key, keep)
-        return made.__cubin__, made.__ptx__.rstrip("\0")
-
-
 def cute_cases() -> list[CuteCase]:
     """Beam on one of eight tensor-parallel ranks; ImportError without the library."""
-    made = kernels()
     up = Key(8, 5120, 320, warps=4, stages=5, programs=132, rows=0, pdl=True)
     down = Key(8, 5120, 320, warps=4, stages=0, programs=0, rows=8, pdl=True)
     return [
-        CuteCase(kernel.__name__, key._asdict(), key.warps, key.shared, key)
-        for kernel, key in zip(made.kernels, (up, down), strict=True)
+        CuteCase(kernel.__name__, key._asdict(), key.warps, key.shared, key, compiled)
+        for (_, kernel), key in zip(kernels(), (up, down), strict=True)
     ]

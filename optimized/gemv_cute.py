@@ -5,21 +5,18 @@ sizes alone; it runs in PyTorch's current stream and may be captured in a CUDA g
 """
 
 import functools
-import tempfile
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from optimized import cute_support
+from optimized.cute_support import CuteCase, library
 from optimized.gemv_engines import (
     CUTE,
     SHARED,
     TOKENS,
-    CannotServe,
     not_in_a_graph,
     shared_bytes,
 )
@@ -40,53 +37,27 @@ class Key(NamedTuple):
     pdl: bool
 
 
-class Kernels(NamedTuple):
-    """What the library made of the device code; in `starts` and `kernels` for a row with weights in
-    registers, in shared memory, and for a few rows."""
-
-    cutlass: ModuleType
-    cute: ModuleType
-    driver: ModuleType
-    kernels: tuple[Any, Any, Any]
-    starts: tuple[Any, Any, Any]
-
-    def kernel(self, key: Key) -> Any:
-        return self.kernels[2 if key.tiles else key.shared]
-
-    def compile(self, key: Key, options: str) -> Any:
-        """A function of the addresses of x, w and y, the outputs, for a few rows also x's row
-        stride and their number, and the stream."""
-        cutlass = self.cutlass
-        address, number = cutlass.Int64(0), cutlass.Int32(0)
-        sizes = [number] * (3 if key.tiles else 1)
-        constants = [key.width, key.rows, key.warps, key.block]
-        constants += [key.tiles] if key.tiles else []
-        start = self.starts[2 if key.tiles else key.shared]
-        arguments = *[address] * 3, *sizes, self.driver.CUstream(0), *constants, key.pdl
-        return self.cute.compile(start, *arguments, options=options)
-
-
 _compiled: dict[Key, Any] = {}
-_compiling = threading.Lock()  # the library compiles one kernel at a time, the tuner asks for many
 
 
 @functools.cache
-def kernels() -> Kernels:
-    """The device code; ImportError without the library."""
-    import cuda.bindings.driver
-    import cutlass
-    import cutlass.cute
-
+def kernels() -> tuple[tuple[Any, Any], ...]:
+    """Host code and kernel for a row with weights in registers, in shared memory, and for a few
+    rows; ImportError without the library."""
+    library()
     from optimized import gemv_cute_kernels as one
     from optimized import gemv_cute_shared as other
 
-    return Kernels(
-        cutlass,
-        cutlass.cute,
-        cuda.bindings.driver,
-        (one.gemv_cute_kernel, other.gemv_cute_shared_kernel, one.few_rows_cute_kernel),
-        (one.start_row, other.start_row_shared, one.start_few_rows),
+    return (
+        (one.start_row, one.gemv_cute_kernel),
+        (other.start_row_shared, other.gemv_cute_shared_kernel),
+        (one.start_few_rows, one.few_rows_cute_kernel),
     )
+
+
+def code(key: Key) -> tuple[Any, Any]:
+    """Host code and kernel of a key."""
+    return kernels()[2 if key.tiles else key.shared]
 
 
 def key_of(shape: Mapping[str, int], knobs: Any, *, pdl: bool) -> Key:
@@ -97,13 +68,15 @@ def key_of(shape: Mapping[str, int], knobs: Any, *, pdl: bool) -> Key:
 
 
 def compiled(key: Key, options: str = "") -> Any:
-    """The library's compiled function; `options` are its compiler's. Raises CannotServe."""
-    made = kernels()
-    with _compiling:
-        try:
-            return made.compile(key, options)
-        except Exception as error:  # noqa: BLE001, the library's and LLVM's have no common class
-            raise CannotServe(f"engine {CUTE!r} cannot compile {key}: {error}") from error
+    """A function of the addresses of x, w and y, the outputs, for a few rows also x's row stride
+    and their number, and the stream. Raises CannotServe."""
+    made = library()
+    address, number = made.cutlass.Int64(0), made.cutlass.Int32(0)
+    sizes = [number] * (3 if key.tiles else 1)
+    constants = [key.width, key.rows, key.warps, key.block]
+    constants += [key.tiles] if key.tiles else []
+    arguments = *[address] * 3, *sizes, made.driver.CUstream(0), *constants, key.pdl
+    return cute_support.compiled(code(key)[0], arguments, key, options)
 
 
 def multiply(x: Tensor, weight: Tensor, y: Tensor, knobs: Any) -> None:
@@ -117,28 +90,10 @@ def multiply(x: Tensor, weight: Tensor, y: Tensor, knobs: Any) -> None:
     if (run := _compiled.get(key)) is None:
         not_in_a_graph(CUTE)
         run = _compiled[key] = compiled(key)
-    made = kernels()
-    stream = made.driver.CUstream(torch.cuda.current_stream(x.device).cuda_stream)
+    stream = library().stream(x.device)
     sizes = (outputs, row_stride(x), tokens) if key.tiles else (outputs,)
-    with observed(made.kernel(key), (x, weight, y)):
+    with observed(code(key)[1], (x, weight, y)):
         run(x.data_ptr(), weight.data_ptr(), y.data_ptr(), *sizes, stream)
-
-
-class CuteCase(NamedTuple):
-    """One way to compile a kernel; offline, as `OfflineCase` is for Triton."""
-
-    kernel: str
-    constexprs: Mapping[str, Any]
-    num_warps: int
-    shared_bytes: int
-    key: Key
-
-    def binary(self, architecture: str) -> tuple[bytes, str]:
-        """The cubin and the PTX for "sm_90" or another; CannotServe where it does not compile."""
-        with tempfile.TemporaryDirectory() as folder:
-            keep = f"--gpu-arch {architecture} --keep-ptx --keep-cubin --dump-dir {folder}"
-            made = compiled(self.key, keep)
-        return made.__cubin__, made.__ptx__.rstrip("\0")
 
 
 def cute_cases() -> list[CuteCase]:
@@ -146,7 +101,7 @@ def cute_cases() -> list[CuteCase]:
     the library."""
     from optimized.gemv import GemvKnobs
 
-    made, found = kernels(), []
+    found = []
     row = GemvKnobs(warps=4, rows=2, block=1024, stages=1, engine=CUTE)
     few = GemvKnobs(warps=8, rows=16, block=1024, stages=2, engine=CUTE)
     for rows, knobs in ((1, row), (1, replace(row, rows=4, hold=SHARED)), (8, few)):
@@ -156,5 +111,5 @@ def cute_cases() -> list[CuteCase]:
         values = {"D": key.width, "ROWS": key.rows, "BLOCK": key.block, "PDL": key.pdl}
         values |= {"TILES": key.tiles} if key.tiles else {}
         shared = shared_bytes(shape, knobs)
-        found.append(CuteCase(made.kernel(key).__name__, values, key.warps, shared, key))
+        found.append(CuteCase(code(key)[1].__name__, values, key.warps, shared, key, compiled))
     return found

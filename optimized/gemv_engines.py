@@ -9,7 +9,7 @@ for a small product, when its engine is first asked for.
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,13 +62,21 @@ def missing(engine: str) -> str | None:
         return (
             f"it needs compute capability {major}.{minor}, this is {torch.cuda.get_device_name()}"
         )
+    return unusable(module, package, lambda: _try(engine))
+
+
+def unusable(module: str, package: str, attempt: Callable[[], None]) -> str | None:
+    """Why a library cannot be used on this machine, or None: imports it and makes one attempt."""
     try:
         importlib.import_module(module)
-        _try(engine)
+        attempt()
     except Exception as error:  # noqa: BLE001, whatever a library raises that does not fit here
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        return f"{module} cannot be used ({words[0]}); install {package}"
+        return f"{module} cannot be used ({first_line(error)}); install {package}"
     return None
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def capability() -> tuple[int, int]:
@@ -111,8 +119,13 @@ def offered(shape: Mapping[str, int]) -> tuple[str, ...]:
 
 def check(engine: str) -> None:
     """ValueError in one line unless this machine has `engine`."""
-    if engine not in ENGINES:
-        raise ValueError(f"unknown engine {engine!r}; choose one of {', '.join(ENGINES)}")
+    check_among(ENGINES, engine, missing)
+
+
+def check_among(engines: Sequence[str], engine: str, missing: Callable[[str], str | None]) -> None:
+    """ValueError in one line unless `engine` is one of `engines` and not `missing`."""
+    if engine not in engines:
+        raise ValueError(f"unknown engine {engine!r}; choose one of {', '.join(engines)}")
     if (reason := missing(engine)) is not None:
         raise ValueError(f"engine {engine!r} cannot run here: {reason}; or take engine {OWN!r}")
 

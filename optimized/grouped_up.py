@@ -52,20 +52,20 @@ def grouped_up_kernel(
                 x_ptr, tokens_ptr, weight, weight_box, extra_box, hidden_ptr, x_stride,
                 expert, first, end, column,
                 D, F, ROWS // 2 if ROWS > 16 else ROWS, COLUMNS, EXTRA,
-                BLOCK, STAGES, SPAN, ROUNDED, BULK,
+                BLOCK, STAGES, SPAN, ROUNDED, BULK, PDL,
             )  # fmt: skip
         elif NARROW & (part == PARTS - 1):
             _up_tiles(
                 x_ptr, tokens_ptr, weight, weight_box, extra_box, hidden_ptr, x_stride,
                 expert, first, end, column,
                 D, F, ROWS, COLUMNS // 2 if NARROW else COLUMNS, 0,
-                BLOCK, STAGES, SPAN, ROUNDED, BULK,
+                BLOCK, STAGES, SPAN, ROUNDED, BULK, PDL,
             )  # fmt: skip
         else:
             _up_tiles(
                 x_ptr, tokens_ptr, weight, weight_box, extra_box, hidden_ptr, x_stride,
                 expert, first, end, column,
-                D, F, ROWS, COLUMNS, EXTRA, BLOCK, STAGES, SPAN, ROUNDED, BULK,
+                D, F, ROWS, COLUMNS, EXTRA, BLOCK, STAGES, SPAN, ROUNDED, BULK, PDL,
             )  # fmt: skip
 
 
@@ -119,6 +119,7 @@ def _up_tiles(
     SPAN: tl.constexpr,
     ROUNDED: tl.constexpr,
     BULK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = first + tl.arange(0, ROWS)
     # Rows beyond the end are computed on real values and not stored, so no load needs a mask.
@@ -150,15 +151,19 @@ def _up_tiles(
         if SPAN > 1:
             if step % STEPS == STEPS - 1:
                 _store_hidden(
-                    hidden_ptr, first, row, end, column, total, F, ROWS, COLUMNS, ROUNDED, BULK
+                    hidden_ptr, first, row, end, column, total,
+                    F, ROWS, COLUMNS, ROUNDED, BULK, PDL,
                 )  # fmt: skip
                 total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
     if EXTRA > 0:  # first, because its registers are needed for the others
         column = first_column + COLUMNS
-        _store_hidden(hidden_ptr, first, row, end, column, beside, F, ROWS, EXTRA, ROUNDED, BULK)
+        _store_hidden(
+            hidden_ptr, first, row, end, column, beside, F, ROWS, EXTRA, ROUNDED, BULK, PDL
+        )
     if SPAN == 1:
         _store_hidden(
-            hidden_ptr, first, row, end, first_column, total, F, ROWS, COLUMNS, ROUNDED, BULK
+            hidden_ptr, first, row, end, first_column, total,
+            F, ROWS, COLUMNS, ROUNDED, BULK, PDL,
         )  # fmt: skip
 
 
@@ -175,6 +180,7 @@ def _store_hidden(
     COLUMNS: tl.constexpr,
     ROUNDED: tl.constexpr,
     APART: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Gate and up alternate in the columns of `total`, or half of them lie between the two of an
     output if they are `APART`: they are in the same thread."""
@@ -183,7 +189,7 @@ def _store_hidden(
     else:
         gate, up = total.reshape(ROWS, COLUMNS, 2).split()
     gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
-    opened = silu_fp32(gate)
+    opened = silu_fp32(gate, PDL)
     if ROUNDED:
         opened = opened.to(tl.bfloat16).to(tl.float32)
     hidden = (opened * up).to(tl.bfloat16)

@@ -50,36 +50,6 @@ class Rule(NamedTuple):
 
 
 @triton.jit
-def _exp(x, PDL: tl.constexpr):
-    """`exp_fp32` to the bit. NVIDIA's GPUs have two of its steps as instructions, here for those
-    with dependent launch: a product and sum held within [0, 1], and one rounded down."""
-    if not PDL:
-        return exp_fp32(x)
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .f32 t, n, r;
-        .reg .b32 s;
-        fma.rn.sat.f32 t, $1, 0f3BBB989D, 0f3F000000;
-        fma.rm.f32 t, t, 0f437C0000, 0f4B400001;
-        sub.rn.f32 n, t, 0f4B40007F;
-        neg.f32 n, n;
-        fma.rn.f32 r, $1, 0f3FB8AA3B, n;
-        fma.rn.f32 r, $1, 0f32A57060, r;
-        ex2.approx.ftz.f32 r, r;
-        mov.b32 s, t;
-        shl.b32 s, s, 23;
-        mov.b32 t, s;
-        mul.rn.f32 $0, r, t;
-        }""",
-        "=f,f",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
 def _inverse(x, PDL: tl.constexpr):
     """1 / x, rounded to nearest, of x from 1 to below 2^126: an estimate and one Newton step, as
     CUDA's `__frcp_rn`, without its branch for other x, which makes eight wait for each other."""
@@ -210,7 +180,7 @@ def choose_experts(
     logits = tl.load(logits_row)
     for split in tl.static_range(1, SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
         logits += tl.load(logits_row + split * count * E)
-    divisor = 1.0 + _exp(logits * -logit_scale, PDL)
+    divisor = 1.0 + exp_fp32(logits * -logit_scale, PDL)
     largest = tl.max(tl.reshape(divisor, [E]).to(tl.uint32, bitcast=True), axis=0)
 
     scores = _inverse(divisor, PDL)

@@ -17,7 +17,7 @@ from harness.bounds import (
 )
 from harness.compare import SelfNoise, Tally
 from harness.region import RegionCases
-from harness.verdicts import distance_limit
+from harness.verdicts import distance_limit, far_limit
 from harness.workload import Workload
 from optimized.change import Contract
 
@@ -91,6 +91,37 @@ def test_the_largest_distance_is_taken_on_as_an_exponentials() -> None:
     expected = 1 + 1.2 * math.log(10_000 / FALSE_ALARM) / math.log(10**6)
     assert math.isclose(distance_limit(tally, "case", 10_000), expected)
     assert 2.5 < expected < 3
+
+
+def test_in_a_few_replays_only_what_moved_tells_how_far() -> None:
+    """Four replays of a derived case in which 24 of 113,664 draws moved, one ULP at most: of 6
+    elements 3 ULPs off are noise; 8 moved are the fewest that tell anything."""
+    noise = CaseNoise(28_416, [6, 5, 9, 4], worst=1.0, typical=False)
+    tally = Tally("out", "reduction", SelfNoise({"edge": noise}))
+    expected = 1 + math.log(6 / FALSE_ALARM) / math.log(24)
+    assert math.isclose(distance_limit(tally, "edge", 28_416), expected)
+    noise.counts[:] = [1, 0, 0, 0]
+    assert math.isclose(
+        distance_limit(tally, "edge", 28_416), 1 + math.log(2 / FALSE_ALARM) / math.log(8)
+    )
+
+
+def test_rows_far_off_are_counted_against_those_of_noise() -> None:
+    """Ten of 1000 rows moved by one ULP where no replay moved any: noise explains five."""
+    replay = torch.ones(1000, 64).bfloat16()
+    tally = Tally("out", "reduction")
+    for _ in range(32):
+        tally.add_noise("case", replay.clone(), replay, None)
+    candidate = replay.clone()
+    candidate[:10, 3] += 2.0**-7
+    tally.add("case", candidate, replay, None)
+    assert (tally.far[0.75], tally.far[1.5], tally.rows) == (10, 0, 1000)
+    assert far_limit(tally, 0.75) == far_limit(tally, 1.5) == 5
+    moved = replay.clone()
+    moved[:40, 5] += 2.0**-7
+    for _ in range(8):
+        tally.add_noise("case", moved, replay, None)
+    assert far_limit(tally, 1.5) == 5 < 10 < far_limit(tally, 0.75)
 
 
 @pytest.mark.slow

@@ -139,9 +139,20 @@ def test_functions_are_as_accurate_as_pytorchs():
         assert ours_off <= theirs_off + 1
 
 
+@triton.jit
+def _short_exp(x_ptr, exp_ptr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(exp_ptr + i, exp_fp32(tl.load(x_ptr + i), True))
+
+
 @pytest.mark.gpu
 def test_functions_are_pytorchs_bit_for_bit_on_a_card():
     x = torch.cat((torch.randn(2**20) * 12, torch.randn(2**20))).to(DEVICE)
+    x[:6] = torch.tensor([torch.inf, -torch.inf, 1000.0, -1000.0, 88.7, -103.0])
+    launch(
+        _short_exp, (x.numel() // 1024,), x, short := torch.empty_like(x), num_warps=4, BLOCK=1024
+    )
+    assert same_bits(short, torch.exp(x))
     exponential, sigmoid, silu, _ = _evaluate(x)
     assert same_bits(exponential, torch.exp(x))
     assert same_bits(sigmoid, torch.sigmoid(x))
