@@ -11,10 +11,9 @@ A boundary is one thread block's work a token, while all others wait. Here every
 multiplies some of the router's rows, loaded before, repeats it: it reads 4 D BF16 values from the
 L2 cache, and no kernel has to end and another to begin between the two.
 
-From attention to the choice of experts memory is idle for most of the time, so the kernel asks for
-the next layer's projections of one input, where they are packed (`parallel_projection`), to come to
-the L2 cache: 18 MB of Beam on a TP8 rank. Weights of the experts' second product, read once after
-it, are marked to leave the cache first; Triton's asynchronous copies of the first's take no mark.
+Memory is idle meanwhile, yet asking from here for the next layer's packed projections to come to
+the L2 cache (18 MB of Beam on a TP8 rank) delays the kernel itself: a decode step took an H200
+3.46 ms with it and 2.40 without (2026-11-30).
 
 Of many tokens a layer ends in one kernel for the weighted sum and the boundary
 (`optimized.combined_boundary`), and all before it is as it was.
@@ -23,44 +22,34 @@ Of many tokens a layer ends in one kernel for the weighted sum and the boundary
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimized import combined_boundary
 from optimized.boundary_router_kernel import boundary_router_kernel
 from optimized.change import Change, Contract, Implementation, KnobValue, region_of
-from optimized.packing import are_adjacent, packed
 from optimized.residual_boundary import post_kind
 from optimized.router_topk import choose, outside_router
 from optimized.triton_support import (
     OfflineCase,
     launch,
     outside_domain,
-    prefetch_chunks,
     row_stride,
 )
 
 MAX_TOKENS = 8  # each repeats the boundary and reads all of W again
 MAX_WIDTH = 16384
-SECTOR = 128  # bytes
-MAX_CHUNKS = 8  # parts of what a program asks for
-
-_following: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryRouterKnobs:
-    """`rows` of W a program, `warps` of its thread block; `split` holds a row in pieces; `ahead`
-    is 1 to ask for the next layer's packed projections, 2 to let them leave the L2 cache last, too,
-    or 0."""
+    """`rows` of W a program, `warps` of its thread block; `split` holds a row in pieces."""
 
     rows: int
     warps: int
     split: bool
-    ahead: int = 2
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "BoundaryRouterKnobs":
@@ -76,7 +65,6 @@ class BoundaryRouterKnobs:
             "rows": (1, 2, 4),
             "warps": (4, 8, 16),
             "split": (False,) if whole else (False, True),
-            "ahead": (0, 1, 2),
         }
 
     def is_valid(self, shape: Mapping[str, int]) -> bool:
@@ -134,24 +122,6 @@ def outside(node: Any, h: Tensor, x: Tensor, router: str, boundary: str) -> str 
     return outside_router(gate, width) or outside_domain(x=x, h=h)
 
 
-def prepare(parent: nn.Module, node: nn.Module) -> None:
-    """Remember the projections of one input in the layer after this one: their parameters, which
-    all module trees share."""
-    layers = list(parent.children())
-    at = next((i for i, layer in enumerate(layers) if layer is node), len(layers))
-    for owner in layers[at + 1].modules() if at + 1 < len(layers) else ():
-        for module in owner.children():
-            if region_of(module) == "parallel_projection":
-                _following[node] = tuple(getattr(owner, name).weight for name in module.names)
-                return
-
-
-def next_projections(node: nn.Module) -> Tensor | None:
-    """The next layer's packed projections of one input [O, D], or None where there are none."""
-    weights = _following.get(node)
-    return packed(weights) if weights is not None and are_adjacent(weights) else None
-
-
 def build(node: Any, knobs: BoundaryRouterKnobs | None):
     """The function of `reference.beam.Layer.forward` for a few tokens, and for many."""
 
@@ -162,9 +132,7 @@ def build(node: Any, knobs: BoundaryRouterKnobs | None):
         norms = node.post_attention_layernorm.weight, node.pre_feedforward_layernorm.weight
         boundary, weight = node.attn_boundary, node.mlp.gate.weight
         scales, eps = (boundary.y_scale, boundary.h_scale), (boundary.eps, boundary.eps)
-        wanted = knobs or BoundaryRouterKnobs.heuristic(shape(node, h, x))
-        ahead = next_projections(node) if wanted.ahead else None
-        h, x, logits = enter(y, h, *norms, None, weight, scales, eps, knobs, ahead=ahead)
+        h, x, logits = enter(y, h, *norms, None, weight, scales, eps, knobs)
         weights, experts = choose(node.mlp.gate, logits[None])
         y = node.mlp.experts(x.flatten(0, 1), weights, experts)
         y = node.mlp.rank_sum(y.view_as(x))
@@ -186,21 +154,18 @@ def enter(
     *,
     centred: bool = False,
     tf32: bool = False,
-    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, h [..., D], router's weight [E, D] FP32) -> (h, x [..., D], logits [N, E] FP32); the
     others are those of `residual_boundary.cross`. With `tf32` the router reads x before its
-    rounding, in TF32. `ahead`, contiguous, is asked for to come to the L2 cache."""
+    rounding, in TF32."""
     count, width = weight.shape
     tokens = y.numel() // width
     chosen = knobs or BoundaryRouterKnobs.heuristic({"N": tokens, "D": width})
     h_out, x_out = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for _ in "hx")
     logits = torch.empty((tokens, count), device=y.device)
-    programs = triton.cdiv(count, chosen.rows)
-    share = 0 if ahead is None else ahead.nbytes // programs // SECTOR * SECTOR
     launch(
         boundary_router_kernel,
-        (programs, tokens),
+        (triton.cdiv(count, chosen.rows), tokens),
         y,
         h,
         pre_weight if post_weight is None else post_weight,
@@ -210,7 +175,6 @@ def enter(
         h_out,
         x_out,
         logits,
-        weight if ahead is None else ahead.view(torch.uint8),
         row_stride(y),
         row_stride(h),
         *scales,
@@ -223,9 +187,6 @@ def enter(
         GATED=gate is not None,
         CENTRED=centred,
         TF32=tf32,
-        AHEAD=share,
-        CHUNKS=min(MAX_CHUNKS, prefetch_chunks(share)),
-        STAYS=chosen.ahead > 1,
         num_warps=chosen.warps,
     )
     return h_out, x_out, logits
@@ -236,11 +197,10 @@ def offline_case(width: int, knobs: BoundaryRouterKnobs, **kind: Any) -> Offline
     names = "y_ptr", "h_ptr", "post_ptr", "pre_ptr", "h_out_ptr", "x_out_ptr"
     kinds: dict[str, str] = dict.fromkeys(names, "*bf16")
     kinds |= dict.fromkeys(("weight_ptr", "logits_ptr"), "*fp32")
-    kinds |= {"gate_ptr": "*fp32" if kind["GATED"] else "*bf16", "ahead_ptr": "*u8"}
+    kinds |= {"gate_ptr": "*fp32" if kind["GATED"] else "*bf16"}
     kinds |= dict.fromkeys(("y_stride", "h_stride"), "i32:16")
     kinds |= dict.fromkeys(("y_scale", "h_scale", "post_eps", "eps"), "fp32")
     values = {"D": width, "E": 256, "BLOCK": piece(width, knobs.split), "ROWS": knobs.rows, **kind}
-    values |= {"AHEAD": 143_360, "CHUNKS": MAX_CHUNKS, "STAYS": knobs.ahead > 1}
     kinds |= dict.fromkeys(values, "constexpr")
     ordered = {n: kinds[n] for n in boundary_router_kernel.arg_names if n != "PDL"}
     return OfflineCase(boundary_router_kernel, ordered, values, knobs.warps)
@@ -264,7 +224,6 @@ CHANGE = Change(
             devices=("cuda",),
             build=build,
             guard=guard,
-            prepare=prepare,
             knobs=BoundaryRouterKnobs,
             shape=shape,
             unsupported=unsupported,

@@ -13,7 +13,6 @@ from optimized.norms import norm_factor, scaled_input
 from optimized.triton_support import (
     let_next_start,
     loads_are_asked_for,
-    prefetch,
     previous_is_done,
     round_to_tf32,
 )
@@ -63,7 +62,6 @@ def boundary_router_kernel(
     h_out_ptr,
     x_out_ptr,
     logits_ptr,
-    ahead_ptr,
     y_stride,
     h_stride,
     y_scale,
@@ -78,15 +76,10 @@ def boundary_router_kernel(
     GATED: tl.constexpr,
     CENTRED: tl.constexpr,
     TF32: tl.constexpr,
-    AHEAD: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    STAYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`POST`, `GATED`, `CENTRED` as in `residual_boundary_kernel`. With `TF32` the router reads x
-    before its rounding, and both its operands are rounded to TF32. The programs of the first token
-    ask for `AHEAD` bytes each of later weights, in `CHUNKS` parts, to come to the L2 cache,
-    and if it `STAYS` to leave it last."""
+    before its rounding, and both its operands are rounded to TF32."""
     let_next_start(PDL)
     PIECES: tl.constexpr = (D + BLOCK - 1) // BLOCK
     token = tl.program_id(1).to(tl.int64)
@@ -107,9 +100,6 @@ def boundary_router_kernel(
         row = tl.minimum(first + r, E - 1)
         for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
             weights = weights + (_part(weight_ptr + row * D, i, D, BLOCK),)
-    if AHEAD > 0:
-        if token == 0:
-            prefetch(ahead_ptr + tl.program_id(0) * AHEAD, AHEAD, CHUNKS, PDL, STAYS)
 
     previous_is_done(PDL)
     WEIGHTED: tl.constexpr = POST == "weighted"

@@ -20,7 +20,8 @@ from optimized.triton_support import launch, let_next_start, previous_is_done, s
 
 @triton.jit
 def _once(pointer, inside):
-    """Weights that no other program reads: first to leave the caches."""
+    """Weights that no other program reads: first to leave the caches, where the loop is unrolled. A
+    pipelined one's asynchronous copies take no such mark."""
     return tl.load(pointer, mask=inside, other=0.0, eviction_policy="evict_first")
 
 

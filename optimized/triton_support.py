@@ -144,40 +144,20 @@ def loads_are_asked_for(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(
-    pointer,
-    BYTES: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-    STAYS: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
-):
-    """Ask for `BYTES` of weights from `pointer` on to come to the L2 cache; if it `STAYS`, to be
-    the last that leaves it."""
+def prefetch(pointer, BYTES: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr):
+    """Ask for `BYTES` of weights from `pointer` on to come to the L2 cache."""
     if PDL:
         if CHUNKS > 0:
             SIZE: tl.constexpr = BYTES // CHUNKS
             start = tl.arange(0, CHUNKS).to(tl.int64) * SIZE + pointer.to(tl.int64)
-            size = tl.full([CHUNKS], SIZE, tl.int32)
-            if STAYS:
-                tl.inline_asm_elementwise(
-                    "{ .reg .b64 stays; createpolicy.fractional.L2::evict_last.b64 stays, 1.0; "
-                    "cp.async.bulk.prefetch.L2.global.L2::cache_hint [$1], $2, stays; "
-                    "mov.u32 $0, $2; }",
-                    "=r,l,r",
-                    [start, size],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )
-            else:
-                tl.inline_asm_elementwise(
-                    "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, $2;",
-                    "=r,l,r",
-                    [start, size],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, $2;",
+                "=r,l,r",
+                [start, tl.full([CHUNKS], SIZE, tl.int32)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @triton.jit

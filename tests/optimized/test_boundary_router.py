@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optimized import packing
-from optimized.boundary_router import CHANGE, BoundaryRouterKnobs, enter, next_projections
+from optimized.boundary_router import CHANGE, BoundaryRouterKnobs, enter
 from optimized.change import apply_change, share
 from optimized.router_topk import choose
 from reference.beam import Layer, MoE, ResidualBoundary, StepTables, build, configs
@@ -122,30 +121,6 @@ def test_the_layer_around_it(tokens):
     for ours, out in zip(expected, found, strict=True):
         assert same_bits(out, ours)
     assert same_bits(mine[3].k, cache.k)
-
-
-def test_the_next_layers_projections_are_asked_for_where_they_are_packed():
-    """They change no result: what is asked for is a hint."""
-    layer, args = layer_call(1)
-    following, _ = layer_call(1)
-    layers = torch.nn.ModuleList([layer, following])
-    prepare = CHANGE.implementations[0].prepare
-    assert prepare is not None and next_projections(layer) is None
-    for each in layers:
-        prepare(layers, each)
-    assert next_projections(layer) is None and next_projections(following) is None
-    attention = following.self_attn
-    expected = torch.cat([getattr(attention, n).weight for n in attention.project.names])
-    packing.pack(tuple(getattr(attention, n).weight for n in attention.project.names))
-    found = next_projections(layer)
-    assert torch.equal(found, expected) and next_projections(following) is None
-    del layers, following, attention, each  # a later tree shares the parameters, not the modules
-    assert next_projections(layer) is not None
-    y, h = args[1], args[0]
-    norms = layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight
-    given = y, h, *norms, None, layer.mlp.gate.weight, *numbers(layer.attn_boundary), None
-    for plain, asked in zip(enter(*given), enter(*given, ahead=found), strict=True):
-        assert same_bits(plain, asked)
 
 
 def test_refuses_what_it_is_not_made_for():
