@@ -18,7 +18,7 @@ from reports.run import Run
 from reports.svg import STYLE
 from tests.layout import ROOT
 from tests.reports.test_pages import Words, html_text
-from tests.reports.test_pictures import EVIDENCE
+from tests.reports.test_pictures import EVIDENCE, LATEST
 
 Report = Callable[[Run], str]
 BOTH = pytest.mark.parametrize("report", [html_text, markdown], ids=["html", "markdown"])
@@ -59,6 +59,16 @@ def test_the_outcome_is_said_in_a_sentence(report: Report, cpu_run: Path) -> Non
     evidence = " ".join(report(Run.load(EVIDENCE)).split())
     assert "10 of the 11 changes tried were kept" in evidence
     assert "every layer of the result together passed the numerical check." in evidence
+
+
+@BOTH
+def test_closing_pairs_are_claimed_only_where_there_are_some(report: Report) -> None:
+    claim = "they were timed again at the end in interleaved pairs."
+    assert claim in " ".join(report(Run.load(EVIDENCE)).split())
+    cut_off = " ".join(report(Run.load(LATEST)).split())
+    assert "combines the far ends of both." in cut_off and claim not in cut_off
+    assert "12 of the 13 changes tried were kept" in cut_off
+    assert "the result as a whole is not judged yet." in cut_off
 
 
 @BOTH

@@ -34,7 +34,7 @@ def overlapping(*spans: tuple[float, float, int], device: str = "cuda") -> Trace
     return replace(made, kernels=tuple(placed))
 
 
-EVIDENCE = ROOT / "reports/results/h200/beam-decode-bs1"
+EVIDENCE = ROOT / "reports/results/h200/beam-decode-bs1-2026-11-29"
 
 # Alone; overlaps by 3 us; after a gap of 4; starts and ends inside the one before; overlaps.
 SPANS = (
