@@ -11,8 +11,6 @@ the loop pipelined.
 The knob `engine` has another kernel compute the product (`optimized.gemv_engines`).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized import gemv_engines
-from optimized.change import KnobValue
-from optimized.gemv_engines import CUTE, LIBRARY, OWN, REGISTERS
+from optimized.gemv_engines import OWN
+from optimized.gemv_knobs import GemvKnobs, held_blocks
 from optimized.triton_support import (
     INTERPRETED,
     OfflineCase,
@@ -35,108 +33,6 @@ from optimized.triton_support import (
 )
 
 MAX_ROWS = 16  # of x; more fill the tensor cores well enough for a library's kernel
-MAX_UNROLL = 32
-MAX_HELD = 160
-HELD_BY_ALL = 10_000_000  # weights, in the registers of 132 SMs with room to work
-ROW_CHOICES = {
-    "warps": (1, 2, 4, 8),
-    "rows": (1, 2, 4, 8, 16),
-    "block": (256, 512, 1024, 2048),
-    "stages": (1,),
-}
-FEW_ROWS_CHOICES = {
-    "warps": (2, 4, 8),
-    "rows": (16, 32, 64, 128),
-    "block": (64, 128, 256, 512),
-    "stages": (2, 3, 4, 6),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GemvKnobs:
-    """`warps` of a thread block, the `rows` of W it multiplies, `block` columns of W at a time, and
-    `stages` of the pipelined loop (M > 1). Sizes are M, O and D.
-
-    `engine` is whose kernel it is; what says nothing to it has the first of its candidates.
-    `hold` is where CuTe DSL's kernel for one row has weights before it multiplies them.
-    """
-
-    warps: int
-    rows: int
-    block: int
-    stages: int
-    engine: str = OWN
-    hold: str = REGISTERS
-
-    @classmethod
-    def heuristic(cls, shape: Mapping[str, int]) -> "GemvKnobs":
-        if shape["M"] > 1:
-            return cls._of_few_rows(shape)
-        rows = 4 if shape["O"] >= 1024 else 1
-        block = min(1024, triton.next_power_of_2(shape["D"]))
-        if shape["O"] * shape["D"] <= HELD_BY_ALL and shape["D"] >= 2048:
-            # All thread blocks, each holding its weights, fit a GPU at once, so that none waits.
-            return cls(warps=4, rows=2, block=1024, stages=1)
-        if rows * shape["D"] > MAX_HELD * 128 and shape["D"] % 2048 == 0:
-            # So that a block holds all it multiplies: 21.6 MB of 2304 x 8192 are on their way
-            # before the previous kernel is done, 16.2 with four rows (registers, not timed).
-            return cls(warps=4, rows=2, block=2048, stages=1)
-        while shape["D"] % block and block > 256:  # no half-empty load at the end of a row
-            block //= 2
-        return cls(warps=4 if block >= 1024 else 2, rows=rows, block=block, stages=1)
-
-    @classmethod
-    def _of_few_rows(cls, shape: Mapping[str, int]) -> "GemvKnobs":
-        """CuTe DSL's kernel or a library's where this machine has them: of 8 rows on an H200 the
-        first took 6.2 us for 1792 x 5120 and 3.2 for 5120 x 768, ours 14.3 and 5.7 (2026-11-30).
-        """
-        if gemv_engines.serves(CUTE, shape):
-            narrow = shape["O"] < 4096
-            for block in (512, 256, 128, 64):
-                warps, rows = (16, 16) if narrow else (8, 32)
-                made = cls(warps=warps, rows=rows, block=block, stages=2, engine=CUTE)
-                if made._fits(shape):
-                    return made
-        if gemv_engines.serves(LIBRARY, shape):
-            first = {name: values[0] for name, values in FEW_ROWS_CHOICES.items()}
-            return cls(**first, engine=LIBRARY)
-        return cls(warps=4, rows=16 if shape["O"] < 8192 else 64, block=256, stages=4)
-
-    @classmethod
-    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
-        engines = gemv_engines.offered(shape)
-        choices = ROW_CHOICES if shape["M"] == 1 else FEW_ROWS_CHOICES
-        if engines == (OWN,):
-            return choices
-        if CUTE in engines and shape["M"] > 1:
-            more = {"warps": (16,), "block": (1024,)}
-            choices = {**choices, **{k: (*choices[k], *v) for k, v in more.items()}}
-        choices = {**choices, "engine": engines}
-        holds = gemv_engines.places(shape) if CUTE in engines else (REGISTERS,)
-        return choices if len(holds) == 1 else {**choices, "hold": holds}
-
-    def is_valid(self, shape: Mapping[str, int]) -> bool:
-        if self.engine != OWN:
-            return self._fits(shape)
-        if self.hold != REGISTERS:
-            return False
-        if any(n < 1 or n & (n - 1) for n in (self.warps, self.rows, self.block)):
-            return False
-        values = self.rows * self.block
-        if shape["M"] == 1:
-            loops = triton.cdiv(shape["D"], self.block)
-            return self.stages == 1 and values // self.warps <= 2048 and loops <= MAX_UNROLL
-        staged = (values + 16 * self.block) * 2 * self.stages  # bytes of shared memory
-        return self.rows >= 16 and self.block >= 32 and staged <= 200_000
-
-    def _fits(self, shape: Mapping[str, int]) -> bool:
-        """Whether a library's engine takes the shape with these knobs."""
-        choices = ROW_CHOICES if shape["M"] == 1 else FEW_ROWS_CHOICES
-        if self.engine == CUTE:
-            first = choices["stages"][0]
-            return self.stages == first and gemv_engines.cute_fits(shape, self)
-        canonical = all(getattr(self, name) == values[0] for name, values in choices.items())
-        return canonical and self.hold == REGISTERS and gemv_engines.takes(self.engine, shape)
 
 
 @triton.jit
@@ -231,12 +127,6 @@ def sizes(x: Tensor, outputs: int) -> dict[str, int]:
     return {"M": x.numel() // max(1, x.shape[-1]), "O": outputs, "D": x.shape[-1]}
 
 
-def held_blocks(knobs: GemvKnobs, width: int) -> int:
-    """How many of a row's blocks a thread can hold: `MAX_HELD` weights, half as many registers."""
-    a_block = knobs.rows * knobs.block // (32 * knobs.warps)
-    return min(triton.cdiv(width, knobs.block), MAX_HELD // max(1, a_block))
-
-
 def check(knobs: GemvKnobs | None) -> None:
     """ValueError in one line where this machine lacks the knobs' engine."""
     if knobs is not None:
@@ -259,7 +149,8 @@ def multiply(x: Tensor, weight: Tensor, knobs: GemvKnobs | None = None) -> Tenso
     y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    chosen = knobs or GemvKnobs.heuristic(shape)
+    aligned = not (x.data_ptr() | weight.data_ptr()) % 16  # as other engines take it
+    chosen = knobs or (GemvKnobs.heuristic if aligned else GemvKnobs.own)(shape)
     if chosen.engine != OWN:
         if not chosen.is_valid(shape):
             raise ValueError(f"{chosen} do not fit a product of {shape}; tune it again")
@@ -284,7 +175,7 @@ def offline_cases() -> list[OfflineCase]:
     pointers = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*bf16")
     found = []
     for rows in (1, 8):
-        knobs = GemvKnobs.heuristic({"M": rows, "O": 1792, "D": 5120})
+        knobs = GemvKnobs.own({"M": rows, "O": 1792, "D": 5120})
         values: dict[str, Any] = {"D": 5120, "ROWS": knobs.rows, "BLOCK": knobs.block}
         signature = {**pointers}
         if rows > 1:

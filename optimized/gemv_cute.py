@@ -97,15 +97,16 @@ def multiply(x: Tensor, weight: Tensor, y: Tensor, knobs: Any) -> None:
 
 
 def cute_cases() -> list[CuteCase]:
-    """The packed projection of a TP8 rank of Beam, for one row and for eight; ImportError without
-    the library."""
-    from optimized.gemv import GemvKnobs
+    """The packed projections of TP8 ranks, of Beam for one row and for eight, of Muse Spark one;
+    ImportError without the library."""
+    from optimized.gemv_knobs import GemvKnobs, cute_starts
 
     found = []
-    row = GemvKnobs(warps=4, rows=2, block=1024, stages=1, engine=CUTE)
+    beam, muse = {"M": 1, "O": 1792, "D": 5120}, {"M": 1, "O": 2304, "D": 8192}
+    row = GemvKnobs(**cute_starts(beam)[0], engine=CUTE)
     few = GemvKnobs(warps=8, rows=16, block=1024, stages=2, engine=CUTE)
-    for rows, knobs in ((1, row), (1, replace(row, rows=4, hold=SHARED)), (8, few)):
-        shape = {"M": rows, "O": 1792, "D": 5120}
+    cases = (beam, row), (muse, row), (beam, replace(row, hold=SHARED)), ({**beam, "M": 8}, few)
+    for shape, knobs in cases:
         assert knobs.is_valid(shape)
         key = key_of(shape, knobs, pdl=True)
         values = {"D": key.width, "ROWS": key.rows, "BLOCK": key.block, "PDL": key.pdl}

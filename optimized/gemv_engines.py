@@ -2,9 +2,9 @@
 
 `triton` is `optimized.gemv`'s own kernel, `cutedsl` the one of `optimized.gemv_cute` in CuTe DSL,
 `tinygemm` FlashInfer's for 1 to 8 rows, `library` what PyTorch calls. Each rounds once, from FP32
-sums. An engine is a launch
-knob, so that the shape's measured time chooses it. A library is imported, and its kernel compiled
-for a small product, when its engine is first asked for.
+sums. An engine is a launch knob, so that the shape's measured time chooses it; without a plan
+`GemvKnobs.heuristic` does. A library is imported, and its kernel compiled for a small product, when
+its engine is first asked for.
 """
 
 import functools
@@ -49,7 +49,10 @@ TINYGEMM = LibraryKernel("tinygemm_bf16", library="FlashInfer")
 
 @functools.cache
 def missing(engine: str) -> str | None:
-    """Why `engine` cannot run on this machine, or None; imports its library and runs it once."""
+    """Why `engine` cannot run on this machine, or None; imports its library and runs it once.
+
+    ValueError if that first comes up while a CUDA graph is captured.
+    """
     if engine == OWN:
         return None
     if not torch.cuda.is_available() or (torch.version.cuda is None and engine != LIBRARY):
@@ -62,6 +65,7 @@ def missing(engine: str) -> str | None:
         return (
             f"it needs compute capability {major}.{minor}, this is {torch.cuda.get_device_name()}"
         )
+    not_in_a_graph(engine)
     return unusable(module, package, lambda: _try(engine))
 
 

@@ -20,7 +20,7 @@ from optimized.offline import cute_rows
 from optimized.plan import Enabled, Plan, apply_enabled, make_knobs
 from optimized.triton_support import DependentLaunch
 from reference import beam
-from tests.optimized.kernel_checks import DEVICE, bf16, same_bits
+from tests.optimized.kernel_checks import DEVICE, bf16, needs_kernels, same_bits
 from tests.optimized.test_projection import assert_product, weight
 
 SHAPES = [(1792, 5120), (5120, 768), (18992, 5120)]
@@ -70,21 +70,58 @@ def test_an_engine_is_offered_for_the_shapes_it_takes(all_engines, sizes, engine
     assert GemvKnobs.candidates(shape(*sizes)).get("engine", (OWN,)) == engines
 
 
-@pytest.mark.parametrize("rows", [2, 8, 16])
-@pytest.mark.parametrize(("outputs", "width"), SHAPES, ids=str)
-def test_the_heuristic_for_few_rows_takes_the_fastest_engine_there_is(
-    monkeypatch, rows, outputs, width
-):
+MUSE_SHAPES = [(2304, 8192), (8192, 1024), (4096, 1024), (25256, 8192)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 16])
+@pytest.mark.parametrize(("outputs", "width"), SHAPES + MUSE_SHAPES, ids=str)
+def test_the_heuristic_takes_the_fastest_engine_there_is(monkeypatch, rows, outputs, width):
     monkeypatch.setattr(gemv_engines, "capability", lambda: (9, 0))
     sizes = shape(rows, outputs, width)
     for absent, expected in (((), CUTE), ((CUTE, TINY), LIBRARY), ((CUTE, TINY, LIBRARY), OWN)):
         monkeypatch.setattr(
             gemv_engines, "missing", lambda e, gone=absent: "x" if e in gone else None
         )
+        if rows == 1 and expected == LIBRARY:
+            expected = OWN
         chosen = GemvKnobs.heuristic(sizes)
         fits = any(k.engine == CUTE for k in valid(sizes))
         assert chosen.engine == (expected if fits or expected != CUTE else LIBRARY)
         assert chosen.is_valid(sizes)
+        if rows == 1 and expected == CUTE:
+            assert chosen == GemvKnobs(warps=4, rows=4, block=256, stages=1, engine=CUTE)
+
+
+@pytest.mark.parametrize("width", [320, 16384, 32768])
+def test_a_row_that_does_not_fit_the_cute_kernel_starts_from_ours(all_engines, width):
+    """320 is no multiple of 256 columns, 16384 would be 64 loads in a thread's registers."""
+    sizes = shape(1, 1792, width)
+    assert GemvKnobs.heuristic(sizes) == GemvKnobs.own(sizes)
+    assert GemvKnobs.own(sizes).engine == OWN and GemvKnobs.own(sizes).is_valid(sizes)
+
+
+@needs_kernels
+def test_without_knobs_what_is_not_aligned_is_ours(all_engines, monkeypatch):
+    """Other engines load 16 bytes at a time, ours any values."""
+    given = []
+    monkeypatch.setattr(gemv_engines, "multiply", lambda x, w, y, knobs: given.append(knobs.engine))
+    x, w = bf16(1, 1, 256), weight(24, 256)
+    apart = torch.cat((w.flatten()[:1], w.flatten()))[1:].view(24, 256)
+    assert apart.data_ptr() % 16 == 2
+    assert_product(gemv.multiply(x, apart), x, w)
+    assert given == []
+    gemv.multiply(x, w)
+    assert given == [CUTE]
+
+
+def test_no_engine_is_tried_while_a_graph_is_captured(monkeypatch):
+    """What fails there would be remembered."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="make one call before the capture"):
+        gemv_engines.missing.__wrapped__(CUTE)
 
 
 def test_weights_are_held_in_shared_memory_for_one_row_where_the_card_copies(monkeypatch):
@@ -174,6 +211,7 @@ def test_a_library_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setitem(sys.modules, "cutlass", None)
     reason = gemv_engines.missing.__wrapped__(CUTE) or ""
     assert reason.startswith("cutlass cannot be used (") and reason.endswith("nvidia-cutlass-dsl")
@@ -258,8 +296,11 @@ def test_offline_says_that_the_library_is_not_there(monkeypatch, caplog):
 def test_cute_kernels_compile_without_a_gpu():
     """All weights are asked for before the wait and nothing is written there; nothing spills."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    rows = {(row.kernel, row.target): row for row in cute_rows(["gemv_cute"])}
-    kernels = {"gemv_cute_kernel": 10, "gemv_cute_shared_kernel": 4, "few_rows_cute_kernel": 40}
+    rows = {
+        ((row.kernel, row.constexprs["D"]), row.target): row for row in cute_rows(["gemv_cute"])
+    }
+    one, shared, few = "gemv_cute_kernel", "gemv_cute_shared_kernel", "few_rows_cute_kernel"
+    kernels = {(one, 5120): 20, (one, 8192): 32, (shared, 5120): 4, (few, 5120): 40}
     assert set(rows) == set(itertools.product(kernels, ("sm_90", "sm_100")))
     for (kernel, _), row in rows.items():
         assert row.error is None and row.resources is not None
@@ -269,7 +310,7 @@ def test_cute_kernels_compile_without_a_gpu():
     for case in gemv_cute.cute_cases():
         _, ptx = case.binary("sm_90a")
         loads = re.findall(r"\bld\.global\S*", ptx)
-        assert len(loads) == (0 if case.key.shared else kernels[case.kernel])
+        assert len(loads) == (0 if case.key.shared else kernels[case.kernel, case.key.width])
         assert all(".v4." in load for load in loads)
         assert ptx.count("griddepcontrol.launch_dependents") == 1
 

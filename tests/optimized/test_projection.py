@@ -217,6 +217,7 @@ def test_heuristic_is_valid_for_any_shape():
             for width in (8, 72, 768, 2560, 5120, 8192):
                 shape = {"M": rows, "O": outputs, "D": width}
                 assert GemvKnobs.heuristic(shape).is_valid(shape), shape
+                assert GemvKnobs.own(shape).is_valid(shape), shape
 
 
 def test_packed_is_the_concatenation():
@@ -249,6 +250,6 @@ def test_every_knob_on_cuda(rows):
 )
 def test_a_block_holds_all_weights_of_its_rows(outputs, width):
     """So that all are asked for before the previous kernel is done."""
-    knobs = GemvKnobs.heuristic({"M": 1, "O": outputs, "D": width})
+    knobs = GemvKnobs.own({"M": 1, "O": outputs, "D": width})
     assert knobs.is_valid({"M": 1, "O": outputs, "D": width})
     assert held_blocks(knobs, width) * knobs.block >= width
