@@ -13,6 +13,7 @@ from tests.optimized.kernel_checks import needs_kernels, run_triton, same_bits
 from tests.optimized.test_attention_step import assert_matches, copied
 
 RANK = {"B": 1, "S": 100_000, "H": 6, "Hkv": 1, "d": 128}
+MUSE_RANK = {"B": 1, "S": 100_000, "H": 16, "Hkv": 2, "d": 64}
 STREAM = StepKnobs(
     warps=2, block=32, stages=3, splits=2, rows=4, row_warps=4, stream=True, ahead=2, columns=8
 )
@@ -81,7 +82,11 @@ def test_only_dense_caches_are_called_ahead():
 
 def test_a_rank_of_beam_streams_its_whole_context_and_no_window():
     knobs = StepKnobs.heuristic(RANK)
-    assert (knobs.stream, knobs.splits, knobs.ahead) == (True, 264, 1)
+    assert (knobs.stream, knobs.splits, knobs.stages, knobs.ahead) == (True, 264, 3, 1)
+    assert (knobs.columns, knobs.column_warps) == (16, 4) and knobs.is_valid(RANK)
+    whole_heads = StepKnobs.heuristic(MUSE_RANK)
+    assert (whole_heads.stages, whole_heads.column_warps) == (3, 8)
+    assert whole_heads.is_valid(MUSE_RANK)
     assert not StepKnobs.heuristic({**RANK, "S": 512}).stream
     assert not StepKnobs.heuristic({**RANK, "H": 64}).stream  # too many numerators for a warp
 
@@ -92,7 +97,7 @@ def test_a_rank_of_beam_streams_its_whole_context_and_no_window():
         ({}, True),
         ({"warps": 8}, False),  # 8 positions of a warp
         ({"stages": 5, "splits": 132}, True),
-        ({"warps": 8, "block": 128, "splits": 132}, True),  # 213 KB
+        ({"warps": 8, "block": 128, "stages": 4, "splits": 132}, True),  # 213 KB
         ({"warps": 8, "block": 128, "stages": 5, "splits": 132}, False),
         ({"stream": False, "stages": 5}, False),
     ],
@@ -104,8 +109,8 @@ def test_a_stream_fits_shared_memory(changed, fits):
 
 
 def test_what_was_the_heuristic_can_be_tried():
-    before = {"stages": 2, "splits": 396, "stream": False, "ahead": 0}
-    before |= {"columns": 16, "column_warps": 4}
+    plain = {"stages": 2, "splits": 396, "stream": False, "ahead": 0}
     candidates = StepKnobs.candidates(RANK)
-    assert all(value in candidates[name] for name, value in before.items())
-    assert StepKnobs(**{**vars(StepKnobs.heuristic(RANK)), **before}).is_valid(RANK)
+    for before in (plain, {"stages": 4, "columns": 8, "column_warps": 8}):
+        assert all(value in candidates[name] for name, value in before.items())
+        assert StepKnobs(**{**vars(StepKnobs.heuristic(RANK)), **before}).is_valid(RANK)
