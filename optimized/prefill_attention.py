@@ -211,11 +211,14 @@ def guard_views(node: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None)
     """Why the library cannot read a key once for all query heads, or None."""
     if k.shape[2] != 1:
         return f"{k.shape[2]} KV heads cannot be views of one for {q.shape[2]} query heads"
+    if mask is None and k.shape[1] < q.shape[1]:
+        return f"{q.shape[1]} queries at the end of {k.shape[1]} positions"
     return None
 
 
 def build_views(node: Any, knobs: None):
-    """The reference with its repeated keys and values as views: no copies, the same kernel."""
+    """The reference with its repeated keys and values as views: no copies, the same kernel, and
+    zeros, too, for a query that sees nothing."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         allowed = causal_lower_right(q.shape[1], k.shape[1]) if mask is None else mask[:, None]
@@ -223,6 +226,8 @@ def build_views(node: Any, knobs: None):
         a = F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=allowed, scale=node.scale
         )
+        if mask is not None:  # PyTorch's CUDA kernels leave anything where nothing is seen
+            a = a.masked_fill(~mask.any(dim=-1)[:, None, :, None], 0.0)
         return a.transpose(1, 2)
 
     return forward

@@ -8,6 +8,9 @@ Neither has been judged on a GPU yet, so ours is the heuristic's choice. At the 
 2048 queries of 8 sequences on a TP8 rank of Beam took an H200 8.3 ms with cuDNN, 9.9 with
 FlashInfer, 10.2 with ours (2026-11-30); a run's tuning times them again.
 
+Without a mask every query sees its own position at least, so no result is left to a library's way
+with a row that sees nothing.
+
 A call's shapes are planned when they first come up. That waits for the device, and FlashInfer
 compiles its kernel once for a machine; it cannot be in a CUDA graph. Later calls launch and nothing
 else.
@@ -96,6 +99,8 @@ def attend(
 def _refusal(engine: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
     if mask is not None:
         return "it takes no mask"
+    if k.shape[1] < q.shape[1]:
+        return f"{q.shape[1]} queries at the end of {k.shape[1]} positions, some see nothing"
     if q.shape[3] not in DIMS:
         return f"head dimension {q.shape[3]}, it takes {' or '.join(map(str, DIMS))}"
     if any(step % 8 for x in (k, v) for step in x.stride()[:3]):

@@ -3,6 +3,7 @@ windows, rings, hidden blocks, groups, strides."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from optimized.prefill_attention import CHANGE, WORD, PrefillKnobs, live_blocks
@@ -177,8 +178,29 @@ def test_the_library_on_views_of_the_keys_gives_the_references_bits(masked):
     assert shared.guard is not None and shared.guard(node, q, k, v, mask) is None
     found = shared.build(node, None)(q, k, v, mask)
     assert same_bits(found, node(q, k, v, mask).contiguous())
+    assert "21 queries at the end of 20" in (
+        shared.guard(node, *arguments(2, 21, 6, 1, 32, 20), None) or ""
+    )
     more = k.expand(-1, -1, 2, -1)
     assert "2 KV heads" in (shared.guard(node, q, more, more, mask) or "")
+
+
+def test_the_library_s_values_of_a_query_that_sees_nothing_are_not_used(monkeypatch):
+    """PyTorch's CUDA kernels gave -3392 there (H200, torch 2.11)."""
+    library = F.scaled_dot_product_attention
+
+    def careless(q, k, v, attn_mask, scale):
+        y = library(q, k, v, attn_mask=attn_mask, scale=scale)
+        return y.masked_fill(~attn_mask.any(dim=-1, keepdim=True), -3392.0)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", careless)
+    q, k, v = arguments(2, 20, 6, 1, 32, 70)
+    mask = ring(2, 20, 50, 60)
+    mask[1, 5:9] = False
+    node = PrefillAttend(0.2)
+    found = CHANGE.implementation("torch").build(node, None)(q, k, v, mask)
+    assert not found[1, 5:9].any() and found[0, 5:9].any()
+    assert same_bits(found, node(q, k, v, mask).contiguous())
 
 
 def test_no_sequences_and_no_tokens():

@@ -201,6 +201,8 @@ def test_calls_that_no_library_takes(libraries):
     for engine in FAKES:
         with pytest.raises(ValueError, match="takes no mask; take engine 'triton'"):
             attend(engine, q, k, v, causal(2, 5, 20).cpu(), 0.2)
+        with pytest.raises(ValueError, match="21 queries at the end of 20 positions"):
+            attend(engine, *on_cpu(2, 21, 6, 1, 64, 20), None, 0.2)
         with pytest.raises(ValueError, match="head dimension 32"):
             attend(engine, *on_cpu(2, 5, 6, 1, 32, 20), None, 0.2)
         with pytest.raises(ValueError, match="multiples of 8"):
