@@ -4,6 +4,9 @@ Noise replays show `k` of `n` elements differing. The rate behind that is at mos
 Pearson), so a correct candidate differs in more than the bound's number of its `m` elements with a
 probability below `FALSE_ALARM`. No noise seen is not no noise: k = 0 still gives p = -ln(a) / n,
 the rule of three for other levels than 95%.
+
+Replays come in kinds, by the layout of the library's products, and a candidate is of one kind: the
+noisier one counts, not their mean.
 """
 
 import math
@@ -76,6 +79,7 @@ class CaseNoise:
 
     size: int
     counts: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)  # of the replays; all of kind 0 if empty
     worst: float = 0.0
     typical: bool = True
     rows: int = 0  # that hold the elements
@@ -83,7 +87,14 @@ class CaseNoise:
 
     def rows_beyond(self, ulps: float) -> "CaseNoise":
         """The same of rows in place of elements, those with one further off than `ulps`."""
-        return CaseNoise(self.rows, self.far.get(ulps, []))
+        return CaseNoise(self.rows, self.far.get(ulps, []), self.kinds)
+
+    def of_kind(self, kind: int) -> "CaseNoise":
+        """The same of one kind's replays alone."""
+        kinds = self.kinds or [0] * len(self.counts)
+        return CaseNoise(
+            self.size, [k for k, of in zip(self.counts, kinds, strict=True) if of == kind]
+        )
 
     @property
     def expected(self) -> float:
@@ -109,17 +120,25 @@ def spread(noise: Sequence[CaseNoise]) -> float:
     return max(1.0, squares / freedom) if freedom else 1.0
 
 
-def allowed(noise: Sequence[CaseNoise], elements: int) -> int:
-    """How many of a candidate's `elements` may differ, given the noise replays of its cases."""
-    draws, size = sum(case.draws for case in noise), sum(case.size for case in noise)
+def allowed(noise: Sequence[CaseNoise], elements: int, least: float = 1.0) -> int:
+    """How many of a candidate's `elements` may differ, given the noise replays of its cases, whose
+    spread is at `least` so large."""
     if elements == 0:
         return 0
-    factor = spread(noise)
-    # Cases have different rates and numbers of replays: each weighs as the candidate's elements do.
-    seen = sum(case.expected for case in noise) / size * draws if size else 0.0
-    rate = upper_rate(seen / factor, draws / factor, FALSE_ALARM / 2)
+    factor = max(least, spread(noise))
+    kinds = {kind for case in noise for kind in case.kinds} or {0}
+    rate = max(_rate([case.of_kind(kind) for case in noise], factor) for kind in kinds)
     limit = binomial_limit(elements / factor, rate, FALSE_ALARM / 2) * factor
     return min(elements, math.ceil(limit))
+
+
+def _rate(noise: Sequence[CaseNoise], factor: float) -> float:
+    """At most how often an element differs in replays of one kind."""
+    replayed = [case for case in noise if case.counts]
+    draws, size = sum(case.draws for case in replayed), sum(case.size for case in replayed)
+    # Cases have different rates and numbers of replays: each weighs as the candidate's elements do.
+    seen = sum(case.expected for case in replayed) / size * draws if size else 0.0
+    return upper_rate(seen / factor, draws / factor, FALSE_ALARM / 2)
 
 
 def extreme_factor(elements: int, draws: int) -> float:

@@ -69,6 +69,7 @@ class SelfNoise:
     square: float = 0.0  # largest mean square of that in one replay
     elided: float = 0.0  # largest scaled distance of a typical case's replay from that without one
     # of the interior roundings that the contract keeps
+    spread: float = 1.0  # known from other cases, see `bounds.spread`
 
     @property
     def draws(self) -> int:
@@ -166,13 +167,15 @@ class Tally:
         keep: Tensor | None,
         *,
         typical: bool = True,
+        kind: int = 0,
     ) -> None:
-        """Pool one noise replay of a case against the unperturbed one."""
+        """Pool one noise replay of a case against the unperturbed one; its kind as in `bounds`."""
         if perturbed.numel() == 0 or not is_real(perturbed.dtype):
             return
         size = perturbed.numel() if keep is None else int(keep.expand_as(perturbed).sum())
         rows = perturbed.numel() // (perturbed.shape[-1] if perturbed.ndim else 1)
         noise = self.noise.setdefault(case, CaseNoise(size, typical=typical, rows=rows))
+        noise.kinds.append(kind)
         if same_bits(perturbed, replay):
             noise.counts.append(0)
             for ulps in FAR:

@@ -2,9 +2,10 @@
 
 What a verdict's cases look like is collected while they are judged. The steps that a run times are
 larger than those cases, so one of them is run with the reference, and at the first call of each
-kind of node the candidate gets the same arguments. Its results are compared with the reference's
-within the noise that the region's own replays showed; larger replays are not made, save where the
-contract departs from the reference's roundings. Only one call's copies exist at a time.
+kind of node the candidate gets the same arguments. Its results are compared with the reference's,
+or with the contract's replay where that departs from the reference's roundings, within the noise of
+replays of that very call: how often a result changes depends on how many terms it sums, so smaller
+calls do not tell. Only one call's copies exist at a time.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness import verdicts
+from harness import bounds, verdicts
 from harness.cases import Case, storages
 from harness.compare import SelfNoise
 from harness.examine import Examination, Prepared
@@ -32,6 +33,7 @@ from optimized.change import Change
 from optimized.domain import Domain, Facts, domain_of
 from optimized.guards import argument_names, facts_of
 
+STEP_RUNS = 4  # noise replays of a timed step's call
 CACHE_SHARE = 2  # a step's caches may take half of the free memory
 
 
@@ -158,7 +160,7 @@ class _TimedStep:
             cases.measured.contract,
             storages(cases.reference, tested.candidate),
             cases.seed,
-            noise={self.prefix + n: _typical(s) for n, s in cases.measured.noise.items()},
+            noise={self.prefix + n: _known(s) for n, s in cases.measured.noise.items()},
             golden=False,
             prefix=self.prefix,
         )
@@ -203,8 +205,10 @@ class _TimedStep:
         plain = not (exam.contract.elides or exam.contract.adds)
         prepared = exam.prepare(ours, case, as_is=plain)
         known = self.cases.deviations.get(case.node, Deviations())
-        self.routes.append(Deviations(dict(known.relative), where=prepared.where))
-        seen = exam.judge(ours, mine, prepared, self.routes[-1])
+        routes = Deviations(dict(known.relative), where=prepared.where)
+        self._measure_noise(ours, prepared, routes)
+        self.routes.append(routes)
+        seen = exam.judge(ours, mine, prepared, routes)
         if seen is not None:
             self.tested.add(case, seen)
             if seen.declined is not None:
@@ -212,6 +216,19 @@ class _TimedStep:
         elif torch.OutOfMemoryError.__name__ in exam.faults.found.get("call", ""):
             del exam.faults.found["call"]
             self._too_large(case)
+
+    def _measure_noise(self, ours: nn.Module, prepared: Prepared, routes: Deviations) -> None:
+        """That of the call; of the region's typical cases where its replays do not fit."""
+        exam = self.exam
+        try:
+            exam.measure_noise(ours, prepared, STEP_RUNS, routes)
+        except torch.OutOfMemoryError:
+            for name, noise in self.cases.measured.noise.items():
+                cases = exam.tally(name).noise
+                cases.pop(prepared.where, None)
+                cases.update((n, case) for n, case in noise.cases.items() if case.typical)
+            large = f"a call of {prepared.case.node} is too large to replay"
+            self._note(f"{self.target.name}: within the noise of smaller calls, {large}")
 
     def _declines(self, why: str) -> None:
         self._note(f"{self.target.name}: the reference runs, its kernel declines: {why}")
@@ -224,7 +241,8 @@ class _TimedStep:
             self.notes.append(text)
 
 
-def _typical(noise: SelfNoise) -> SelfNoise:
-    """The noise of the typical cases: a timed step's values are of their scale."""
-    cases = {name: case for name, case in noise.cases.items() if case.typical}
-    return SelfNoise(cases, noise.peak, noise.square, noise.elided)
+def _known(noise: SelfNoise) -> SelfNoise:
+    """What the region's cases say about a larger call's noise: how far a flipped rounding moves
+    what follows, and that elements change together, which few replays hardly show."""
+    typical = [case for case in noise.cases.values() if case.typical]
+    return SelfNoise(elided=noise.elided, spread=bounds.spread(typical))

@@ -12,6 +12,7 @@ from harness.added import ADDED
 from harness.cases import Case
 from harness.compare import SelfNoise, Tally
 from harness.faults import Faults
+from harness.noise import LAYOUTS
 from harness.observe import CandidateError, Observed, observe, poisoned, watching_integers
 from harness.operators import is_real
 from harness.policy import IN
@@ -143,8 +144,10 @@ class Examination:
             return
         for _ in range(runs):
             self.noise_runs += 1
+            layout = self.noise_runs % LAYOUTS
             noise = Noise(
                 seed=self.seed * 100_003 + self.noise_runs,
+                layout=layout,
                 reorder="reduction" in classes or bool(prepared.first.choices),
             )
             plan = self.plan(noise=noise)
@@ -163,6 +166,7 @@ class Examination:
                         prepared.contract.results[name],
                         mask,
                         typical=case.typical,
+                        kind=layout,
                     )
 
     def judge(
@@ -266,7 +270,8 @@ class Examination:
         elides = self.contract.elides
         interior = [p for p in prepared.first.points if p.interior]
         found = [(p, "elided" if p.name in elides else "kept") for p in interior]
-        found += [(u, "elided") for p in interior for u in p.uses if u.name in elides]
+        partly = [p for p in interior if p.name not in elides]
+        found += [(u, "elided" if u.name in elides else "kept") for p in partly for u in p.uses]
         found += [(p, "kept") for p in prepared.first.fusable]
         return found + [(_added_point(name), "added") for name in self.contract.adds]
 
@@ -283,7 +288,7 @@ class Examination:
                 plan = self.plan(elide=plan.elide ^ {point.name})
             other = replay(reference, case.args, plan, prepared.first, case.kwargs).results
             flip = Flip(point, word, {n: t for n, t in other.items() if is_real(t.dtype)})
-            if word == "kept" and not point.fused and case.typical:
+            if word == "kept" and IN not in point.name and not point.fused and case.typical:
                 for name, tensor in flip.results.items():
                     ours, mask = prepared.contract.results[name], prepared.masks.get(name)
                     self.tally(name).add_elided(tensor, ours, mask)

@@ -21,6 +21,7 @@ TRANSCENDENTAL = frozenset(
 SUMS = frozenset(("sum", "mean"))
 ALONG = frozenset(("var", "var_mean", "std", "linalg_vector_norm", "norm", "logsumexp", "prod"))
 SOFTMAX = frozenset(("_softmax", "_log_softmax"))
+LAYOUTS = 2  # of a product's second operand: as its rows lie, or as its columns do
 SMALLEST_CHUNK = 16  # partial sums of fewer terms are no kernel's
 # One replay in so many multiplies FP32 on CUDA cores where tensor cores could. Few, since limits
 # follow from the mean over replays, and a kernel on tensor cores has only the more frequent kind.
@@ -131,7 +132,8 @@ class Perturbation:
         # A library has other kernels for other layouts of b, and tensor cores add up less exactly
         # than FP32: on an H200 one layout changed 0.28% of a projection's BF16 results, the
         # other about half as many (2026-11-29).
-        if self._draw(2):
+        layout = self.noise.layout
+        if (self._draw(LAYOUTS) if layout is None else layout) == 0:
             b = b.index_select(-2, order)
         else:
             b = b.transpose(-1, -2).index_select(-1, order).transpose(-1, -2)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SCORES = 1 << 27  # of attention held at once
+
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -53,14 +55,36 @@ def attention(
     """Scaled dot-product attention by its equation; q [B, H, T, d], k, v [B, Hkv, S, d].
 
     `probabilities` sees softmax's result, so that a rounding may be added there. As in PyTorch's
-    own, a query that sees nothing gets zeros.
+    own, a query that sees nothing gets zeros. Of long sequences some queries are taken at a time.
     """
     if k.shape[1] != q.shape[1]:
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
-    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if causal:
         shape = q.shape[-2], k.shape[-2]
         mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril()
+    each_sees_its_own = mask is not None and mask.ndim > 1 and mask.shape[-2] > 1
+    count = max(1, SCORES // max(1, q.shape[:2].numel() * k.shape[-2]))
+    found = []
+    for rows in q.split(count, dim=-2):
+        first = sum(x.shape[-2] for x in found)
+        seen = mask
+        if mask is not None and each_sees_its_own:
+            seen = mask[..., first : first + rows.shape[-2], :]
+        found.append(_of_queries(rows, k, v, seen, scale, probabilities))
+    return torch.cat(found, dim=-2) if len(found) > 1 else found[0]
+
+
+def _of_queries(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    probabilities: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """`attention` of all queries at once, where there are as many KV heads as query heads."""
+    scores = q @ k.transpose(-1, -2) * scale
     if mask is not None:
         if mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, -torch.inf)

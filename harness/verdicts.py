@@ -79,7 +79,8 @@ def output_report(exam: Examination, tally: Tally) -> UlpReport:
     noisy, seen = tally.self_noise.count, tally.self_noise.draws
     allowed = 0
     if tally.numerics != "exact":
-        allowed = bounds.allowed(list(tally.noise.values()), tally.elements)
+        least = tally.self_noise.spread
+        allowed = bounds.allowed(list(tally.noise.values()), tally.elements, least)
     share = tally.differing / tally.elements if tally.elements else 0.0
     allowed_share = allowed / tally.elements if tally.elements else 0.0
     noise_share = noisy / seen if seen else 0.0

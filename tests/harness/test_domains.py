@@ -10,13 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from harness.domains import judge_with_domain
+from harness.examine import Examination, Prepared
 from harness.records import Verdict
 from harness.trees import clone
+from harness.workload import Workload
 from optimized.change import Change, Contract, limit, nodes
 from optimized.domain import layout
 from tests.harness.judged import change, changed, mini
 
 TARGETS = "decode-bs1", "prefill-8x2048"
+LOWEST = torch.finfo(torch.float32).min
 LONG = 64  # tokens of a toy's timed prefill; the judge's own cases are shorter
 
 
@@ -133,6 +136,60 @@ def test_what_does_not_fit_in_memory_is_noted_and_not_in_the_domain(caplog):
     assert longest(verdict) < LONG
     limit(candidate, given, verdict.domain)
     assert ran(candidate, given, TARGETS[1], caplog)[1] > 0  # and nothing was raised
+
+
+def in_blocks(node: Any) -> Callable[..., Any]:
+    """An honest attention: a running softmax, its exponentials rounded to BF16 for the product."""
+
+    def forward(q, k, v, mask):
+        share, every = q.shape[2] // k.shape[2], torch.arange(k.shape[1])
+        mask = (every <= every[-q.shape[1] :, None])[None] if mask is None else mask
+        q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2) * node.scale).masked_fill(~mask[:, None], LOWEST)
+        top, weight, mixed = scores[..., :1] * 0 + LOWEST, 0.0, torch.zeros_like(q)
+        for x, y in zip(scores.split(16, -1), v.split(16, 2), strict=True):
+            higher = torch.maximum(top, x.amax(-1, keepdim=True))
+            kept, p = (top - higher).exp(), (x - higher).exp()
+            weight = weight * kept + p.sum(-1, keepdim=True)
+            mixed, top = mixed * kept + p.bfloat16().float() @ y, higher
+        return (mixed / weight).bfloat16().transpose(1, 2)
+
+    return forward
+
+
+def test_a_timed_step_has_noise_of_its_own(monkeypatch):
+    """Of 32 keys a rounding of probabilities changes more results than of a few."""
+    work = Workload.load("beam", "mini", "cpu")
+    adds = {"attention_probabilities_bf16": "tensor cores"}
+    given = change("attend", in_blocks, Contract(numerics="reduction", adds=adds))
+
+    def last() -> tuple[float, float, tuple[str, ...]]:
+        verdict = judge_with_domain(
+            work.model, changed(work, given), given, "torch", work, 1, targets=TARGETS[1:]
+        )
+        assert verdict.passed, verdict.reason
+        report = verdict.outputs[-1]
+        assert report.output == "prefill-8x2048: out"
+        return report.noise_share, 1 - report.bit_equal_share, verdict.notes
+
+    noise, differing, notes = last()
+    assert differing < noise < 1.15 * differing
+    assert not any("within the noise" in note for note in notes)
+
+    measure = Examination.measure_noise
+
+    def too_large(self: Examination, node: Any, prepared: Prepared, *rest: Any) -> None:
+        measure(self, node, prepared, *rest)
+        if prepared.case.name == TARGETS[1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Examination, "measure_noise", too_large)
+    noise, same, notes = last()
+    assert same == differing and noise < 0.95 * differing
+    told = [note for note in notes if "within the noise of smaller calls" in note]
+    assert len(told) == 2  # of a window and of a full cache
+    assert all(note.endswith(".self_attn.attend is too large to replay") for note in told)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 8])

@@ -68,6 +68,25 @@ def test_clusters_widen_the_bound() -> None:
     assert allowed(clustered, 10_000) > allowed(even, 10_000)
 
 
+def test_the_noisier_kind_of_replays_counts() -> None:
+    """A kernel is like one layout of the library's product, not like the mean of two."""
+    half = [CaseNoise(10**6, [1400, 2800] * 4, [0, 1] * 4)] * 4
+    mean = [CaseNoise(10**6, [2100] * 8)] * 4
+    factor = spread(half)
+    assert 200 < factor < 300  # of all replays: what sets kinds apart widens the bound, too
+    most = allowed([CaseNoise(10**6, [2800] * 4)] * 4, 4 * 10**6, factor)
+    assert allowed(half, 4 * 10**6) == most
+    assert 1.25 < most / allowed(mean, 4 * 10**6, factor) < 1.4
+    # A case without replays of a kind says nothing about it.
+    alone = CaseNoise(10**6, [0] * 4, [0] * 4)
+    assert allowed([*half, alone], 4 * 10**6) >= most
+
+
+def test_a_known_spread_widens_the_bound_of_few_replays() -> None:
+    few = [CaseNoise(10_000, [100] * 4)]
+    assert allowed(few, 10_000, 20.0) > allowed(few, 10_000) == allowed(few, 10_000, 0.5)
+
+
 def test_extremes_grow_slowly() -> None:
     assert 1.0 < extreme_factor(10**5, 64 * 10**5) < 2.0
     assert extreme_factor(10, 1) == math.inf
