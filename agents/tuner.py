@@ -2,7 +2,8 @@
 
 Every shape of the region's calls is tuned by itself, with a cold L2. What is fastest alone need not
 be so among its neighbours, which overlap with it: the fastest few are set beside the heuristic's
-choice in the whole step, and the step decides.
+choice in the whole step, and the step decides. Not so of calls that are hardly any of the step:
+what they gain is below what a step in short can tell.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from harness.bench import time_call
 from optimized.change import Change, Implementation, nodes, replace_forward, shape_key
 
 Knobs = dict[str, Values]  # by shape
+SMALL = 0.02  # of the step: calls of a shape that take less together are decided alone
 TRIED = 3  # of a shape's fastest, in the whole step
 TRIAL_S = 0.1  # one timing
 
@@ -69,22 +71,28 @@ def tune(
     if step_us is None:
         chosen = {key: fastest[0] for key, fastest in found.items() if fastest}
     else:
-        chosen = in_step(found, heuristics, step_us)
+        totals_us = {one.key: weight for one, weight in zip(tuned, weights, strict=True)}
+        chosen = in_step(found, heuristics, totals_us, step_us)
     return {key: values for key, values in chosen.items() if values != heuristics[key]}
 
 
 def in_step(
     found: Mapping[str, Sequence[Values]],
     heuristics: Knobs,
+    totals_us: Mapping[str, float],
     step_us: Callable[[Knobs], float],
 ) -> Knobs:
     """The knobs of each shape with which the whole step is fastest: from the heuristic's, one shape
-    after the other, in the order of `found`."""
+    after the other, in the order of `found`; the fastest alone of shapes whose calls in a step, of
+    `totals_us` with the heuristic's, are few."""
     best: Knobs = dict(heuristics)
     if all(values == heuristics[key] for key, fastest in found.items() for values in fastest):
         return best
     least_us = step_us(best)
     for key, fastest in found.items():
+        if totals_us[key] < SMALL * least_us:
+            best[key] = fastest[0] if fastest else heuristics[key]
+            continue
         for values in fastest:
             if values == heuristics[key]:
                 continue

@@ -132,15 +132,31 @@ def test_the_step_decides_between_the_fastest_alone() -> None:
         tried.append((knobs["a"]["n"], knobs["b"]["n"]))
         return times[tried[-1]]
 
-    assert in_step(found, heuristics, step_us) == {"a": {"n": 2}, "b": {"n": 7}}
+    totals = {"a": 1.0, "b": 1.0}
+    assert in_step(found, heuristics, totals, step_us) == {"a": {"n": 2}, "b": {"n": 7}}
     assert tried == [(0, 5), (1, 5), (2, 5), (2, 7)]
+
+
+def test_calls_that_are_hardly_any_of_the_step_are_decided_alone() -> None:
+    found = {"few": [{"n": 3}, {"n": 4}], "none": [], "many": [{"n": 1}]}
+    heuristics: dict[str, Values] = {"few": {"n": 4}, "none": {"n": 0}, "many": {"n": 2}}
+    tried = []
+
+    def step_us(knobs) -> float:
+        tried.append(dict(knobs))
+        return 100.0 - len(tried)
+
+    totals = {"few": 1.9, "none": 1.9, "many": 2.0}
+    chosen = in_step(found, heuristics, totals, step_us)
+    assert chosen == {"few": {"n": 3}, "none": {"n": 0}, "many": {"n": 1}}
+    assert tried == [heuristics, chosen]  # none of the two for "few" alone
 
 
 def test_no_step_is_run_where_the_heuristic_is_fastest() -> None:
     def step_us(knobs) -> float:
         raise AssertionError("not needed")
 
-    assert in_step({"a": [{"n": 0}]}, {"a": {"n": 0}}, step_us) == {"a": {"n": 0}}
+    assert in_step({"a": [{"n": 0}]}, {"a": {"n": 0}}, {"a": 9.0}, step_us) == {"a": {"n": 0}}
 
 
 def wide(valid=lambda values: (values["x"] + values["y"]) % 4 == 0) -> Space:
