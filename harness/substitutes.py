@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SCORES = 1 << 27  # of attention held at once
+SCORES = 1 << 26  # of attention held at once: 256 MiB in FP32, and that for each step of it
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
