@@ -59,7 +59,8 @@ def tanh_fp32(x):
     series = tl.fma(square, series, TANH_2)
     series = tl.fma(square, series, TANH_1)
     series = tl.fma(square, series, TANH_0)
-    small = x * tl.fma(square, series, 1.0)  # a product keeps the sign of zero
+    small = tl.fma(x * square, series, x)
+    small = tl.where(x == 0, x, small)  # with its sign
     size = tl.abs(x)
     large = 1.0 - tl.math.div_rn(2.0, exp_fp32(2.0 * size) + 1.0)
     return tl.where(size <= SMALL, small, tl.where(x < 0, -large, large))
