@@ -15,8 +15,9 @@ Memory is idle meanwhile, yet asking from here for the next layer's packed proje
 the L2 cache (18 MB of Beam on a TP8 rank) delays the kernel itself: a decode step took an H200
 3.46 ms with it and 2.40 without (2026-11-30).
 
-Of many tokens a layer ends in one kernel for the weighted sum and the boundary
-(`optimized.combined_boundary`), and all before it is as it was.
+With the knob `closes` one token's layer ends in the experts' last kernel
+(`optimized.closed_layer`). Of many tokens it ends in one kernel for the weighted sum and the
+boundary (`optimized.combined_boundary`), and all before it is as it was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
-from optimized import combined_boundary
+from optimized import closed_layer, combined_boundary
 from optimized.boundary_router_kernel import boundary_router_kernel
 from optimized.change import Change, Contract, Implementation, KnobValue, region_of
 from optimized.residual_boundary import post_kind
@@ -73,6 +74,22 @@ class BoundaryRouterKnobs:
         held = (4 + self.rows) * width // (32 * self.warps)  # values a thread
         whole = not shape["D"] & (shape["D"] - 1)
         return block >= 32 * self.warps and held <= 240 and not (self.split and whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKnobs(BoundaryRouterKnobs):
+    """Of a whole layer: with `closes` the experts' last kernel crosses the boundary after them, of
+    one token."""
+
+    closes: bool = False
+
+    @classmethod
+    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
+        closes = (False, True) if shape["N"] == 1 else (False,)
+        return {**super().candidates(shape), "closes": closes}
+
+    def is_valid(self, shape: Mapping[str, int]) -> bool:
+        return super().is_valid(shape) and (not self.closes or shape["N"] == 1)
 
 
 def piece(width: int, split: bool) -> int:
@@ -122,8 +139,9 @@ def outside(node: Any, h: Tensor, x: Tensor, router: str, boundary: str) -> str 
     return outside_router(gate, width) or outside_domain(x=x, h=h)
 
 
-def build(node: Any, knobs: BoundaryRouterKnobs | None):
+def build(node: Any, knobs: LayerKnobs | None):
     """The function of `reference.beam.Layer.forward` for a few tokens, and for many."""
+    count = closed_layer.counter(node) if knobs is not None and knobs.closes else None
 
     def forward(h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor):
         if shape(node, h, x)["N"] > MAX_TOKENS:
@@ -134,6 +152,8 @@ def build(node: Any, knobs: BoundaryRouterKnobs | None):
         scales, eps = (boundary.y_scale, boundary.h_scale), (boundary.eps, boundary.eps)
         h, x, logits = enter(y, h, *norms, None, weight, scales, eps, knobs)
         weights, experts = choose(node.mlp.gate, logits[None])
+        if count is not None:
+            return closed_layer.close(node, x, weights, experts, h, next_norm, count)
         y = node.mlp.experts(x.flatten(0, 1), weights, experts)
         y = node.mlp.rank_sum(y.view_as(x))
         return node.mlp_boundary(y, h, node.post_feedforward_layernorm.weight, next_norm)
@@ -224,7 +244,7 @@ CHANGE = Change(
             devices=("cuda",),
             build=build,
             guard=guard,
-            knobs=BoundaryRouterKnobs,
+            knobs=LayerKnobs,
             shape=shape,
             unsupported=unsupported,
         ),

@@ -11,8 +11,10 @@ feed-forward width. All rounding points are kept; none is added.
 Few pairs: two kernels that read the chosen experts' weights in place, 3 F D BF16 values a pair: 79
 MB for the 8 pairs of a token at D = 5120, F = 320, 18 us at an H200's 4.33 TB/s (2026-11-29). What
 counts is how many loads are in flight: rows of the matrices are spread over several thread blocks
-an SM, and the second kernel holds its weights in registers before the first is done. The knob
-`engine` may name two kernels in CuTe DSL for one token instead (`optimized.experts_cute`).
+an SM, and the second kernel holds its weights in registers before the first is done; the first may
+ask for them, too, behind its own (knob `down_ahead`). The knob `engine` may name two kernels in
+CuTe DSL for one token instead (`optimized.experts_cute`). A layer of one token may end in the
+second kernel (`optimized.experts_down_close`).
 
 Many pairs: sorted by expert for grouped matrix products (`grouped_experts`), whose results are not
 put back in order; the weighted sum reads them where they are.
@@ -29,10 +31,16 @@ from torch import Tensor
 from optimized import experts_cute
 from optimized.change import Change, Contract, Implementation
 from optimized.combine import weighted_sum
-from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs
+from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs, programs
 from optimized.experts_down import experts_down_across_kernel, experts_down_kernel
-from optimized.experts_up import experts_up_kernel, experts_up_loop_kernel
-from optimized.gemv_engines import OWN
+from optimized.experts_down_close import MOST_VALUES, Closing, experts_down_close_kernel
+from optimized.experts_up import (
+    ahead_lanes,
+    experts_up_ahead_kernel,
+    experts_up_kernel,
+    experts_up_loop_kernel,
+)
+from optimized.gemv_engines import OWN, CannotServe
 from optimized.grouped_experts import GroupedKnobs, grouped_experts
 from optimized.triton_support import (
     OfflineCase,
@@ -92,47 +100,94 @@ def build(node: Any, knobs: ExpertsKnobs | GroupedKnobs | None):
 
 
 def few(
-    node: Any, x: Tensor, weights: Tensor, experts: Tensor, knobs: ExpertsKnobs | None
+    node: Any,
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    knobs: ExpertsKnobs | None,
+    closing: Closing | None = None,
 ) -> Tensor:
+    """What the experts give few pairs [N, D]; `closing` is the boundary after it, which the second
+    kernel crosses, too, where `cannot_close` has no reason against it."""
     sizes = shape(node, x, weights, experts)
-    pairs, top_k, width, inner = sizes["P"], sizes["K"], sizes["D"], sizes["F"]
     chosen = knobs or ExpertsKnobs.heuristic(sizes)
-    out = torch.empty((len(experts), width), dtype=x.dtype, device=x.device)
-    if pairs == 0:
+    out = torch.empty((len(experts), sizes["D"]), dtype=x.dtype, device=x.device)
+    if sizes["P"] == 0:
         return out
+    if (chosen.engine != OWN or chosen.down_ahead) and not chosen.is_valid(sizes):
+        raise ValueError(f"{chosen} do not fit the experts of {sizes}; tune it again")
     if chosen.engine != OWN:
-        if not chosen.is_valid(sizes):
-            raise ValueError(f"{chosen} do not fit the experts of {sizes}; tune it again")
         matrices = node.gate_up_proj, node.down_proj
         experts_cute.compute(x, weights, experts, *matrices, out, node.combine.scale, chosen)
         return out
-    hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(inner, chosen.up_rows)
-    blocks: dict[str, Any] = {"TOP_K": top_k, "D": width, "F": inner, "ROWS": chosen.up_rows}
-    blocks |= {"BLOCK": chosen.up_block, "STAGES": chosen.up_stages, "num_warps": chosen.up_warps}
-    blocks |= {"ROUNDED": False}
-    given = x, experts, node.gate_up_proj, hidden, x.stride(0)
-    if chosen.up_programs:
-        grid = (min(chosen.up_programs, pairs * tiles),)
-        launch(experts_up_loop_kernel, grid, *given, pairs, **blocks)
-    else:
-        launch(experts_up_kernel, (pairs, tiles), *given, **blocks)
-    blocks = {"TOP_K": top_k, "D": width, "F": inner, **down_blocks(chosen, sizes)}
-    launch(
-        experts_down_across_kernel if chosen.down_across else experts_down_kernel,
-        (len(experts), triton.cdiv(width, chosen.down_rows)),
-        hidden,
-        weights,
-        experts,
-        node.down_proj,
-        out,
-        row_stride(weights),
-        node.combine.scale,
-        **blocks,
-        num_warps=chosen.down_warps,
-        registers=down_registers(chosen, sizes),
-    )
+    hidden = _up(node, x, experts, chosen, sizes)
+    _down(node, hidden, weights, experts, out, chosen, sizes, closing)
     return out
+
+
+def _up(
+    node: Any, x: Tensor, experts: Tensor, knobs: ExpertsKnobs, sizes: Mapping[str, int]
+) -> Tensor:
+    pairs, inner = sizes["P"], sizes["F"]
+    hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
+    blocks: dict[str, Any] = {"TOP_K": sizes["K"], "D": sizes["D"], "F": inner}
+    blocks |= {"ROWS": knobs.up_rows, "BLOCK": knobs.up_block, "STAGES": knobs.up_stages}
+    blocks |= {"ROUNDED": False, "num_warps": knobs.up_warps}
+    given = x, experts, node.gate_up_proj, hidden
+    if not knobs.up_programs:
+        grid = pairs, triton.cdiv(inner, knobs.up_rows)
+        launch(experts_up_kernel, grid, *given, x.stride(0), **blocks)
+        return hidden
+    count = programs(knobs, sizes)
+    if not knobs.down_ahead:
+        launch(experts_up_loop_kernel, (count,), *given, x.stride(0), pairs, **blocks)
+        return hidden
+    if node.down_proj.data_ptr() % 16:
+        raise CannotServe("down_proj is not 16-byte aligned; choose down_ahead = false")
+    blocks |= {"LANES": ahead_lanes(pairs, sizes["D"], inner, count, knobs.up_warps)}
+    given = *given, node.down_proj, x.stride(0), pairs
+    launch(experts_up_ahead_kernel, (count,), *given, **blocks)
+    return hidden
+
+
+def _down(
+    node: Any,
+    hidden: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    knobs: ExpertsKnobs,
+    sizes: Mapping[str, int],
+    closing: Closing | None,
+) -> None:
+    blocks: dict[str, Any] = {"TOP_K": sizes["K"], "D": sizes["D"], "F": sizes["F"]}
+    blocks |= down_blocks(knobs, sizes)
+    blocks |= {"num_warps": knobs.down_warps, "registers": down_registers(knobs, sizes)}
+    grid = len(experts), triton.cdiv(sizes["D"], knobs.down_rows)
+    given = hidden, weights, experts, node.down_proj, out
+    numbers = row_stride(weights), node.combine.scale
+    if closing is None:
+        kernel = experts_down_across_kernel if knobs.down_across else experts_down_kernel
+        launch(kernel, grid, *given, *numbers, **blocks)
+        return
+    numbers = *numbers, *closing.scales, *closing.eps
+    blocks |= {"PIECE": closing.piece}
+    launch(experts_down_close_kernel, grid, *given, *closing.pointers, *numbers, **blocks)
+
+
+def cannot_close(sizes: Mapping[str, int], knobs: ExpertsKnobs | None, piece: int) -> str | None:
+    """Why the second kernel cannot cross the boundary after it with these knobs, its rows held in
+    pieces, or None."""
+    chosen = knobs or ExpertsKnobs.heuristic(sizes)
+    if sizes["P"] != sizes["K"]:
+        return f"{sizes['P'] // sizes['K']} tokens, the kernel closes the layer of one"
+    if chosen.engine != OWN or not chosen.down_across:
+        return f"the experts have engine {chosen.engine!r}, down_across {chosen.down_across}"
+    threads = 32 * chosen.down_warps
+    width = piece * triton.cdiv(sizes["D"], piece)
+    if width > MOST_VALUES * threads:
+        return f"down_warps = {chosen.down_warps} for {width} values in pieces of {piece}"
+    return None
 
 
 def down_blocks(knobs: ExpertsKnobs, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -154,30 +209,39 @@ def down_registers(knobs: ExpertsKnobs, sizes: Mapping[str, int]) -> int | None:
 
 def offline_cases() -> list[OfflineCase]:
     """Beam whole, and on one of two and one of eight tensor-parallel ranks."""
-    up = dict.fromkeys(("x_ptr", "weight_ptr", "hidden_ptr"), "*bf16")
-    up |= {"experts_ptr": "*i64", "x_stride": "i32:16", "pairs": "i32"}
-    up |= dict.fromkeys(("TOP_K", "D", "F", "ROWS", "BLOCK", "STAGES", "ROUNDED"), "constexpr")
-    down = dict.fromkeys(("hidden_ptr", "weight_ptr", "out_ptr"), "*bf16")
-    down |= {"weights_ptr": "*fp32", "experts_ptr": "*i64", "weights_stride": "i32"}
-    down |= {"scale": "fp32"}
-    down |= dict.fromkeys(("TOP_K", "SLOTS", "D", "F", "ROWS", "BLOCK", "HELD"), "constexpr")
+    rows = "hidden_ptr", "weight_ptr", "out_ptr", "x_ptr", "down_ptr", "h_ptr", "h_out_ptr"
+    kinds = dict.fromkeys((*rows, "x_out_ptr", "post_ptr", "pre_ptr"), "*bf16")
+    kinds |= {"weights_ptr": "*fp32", "experts_ptr": "*i64", "counter_ptr": "*i32"}
+    kinds |= {"x_stride": "i32:16", "pairs": "i32", "weights_stride": "i32"}
+    kinds |= dict.fromkeys(("scale", "y_scale", "h_scale", "post_eps", "eps"), "fp32")
     cases = []
+
+    def add(kernel: Any, warps: int, registers: int | None = None, **values: Any) -> None:
+        types = kinds | dict.fromkeys(values, "constexpr")
+        ordered = {n: types[n] for n in kernel.arg_names if n != "PDL"}
+        cases.append(OfflineCase(kernel, ordered, values, warps, registers))
+
     for inner in (320, 1280, 2560):
         knobs = ExpertsKnobs.heuristic({"P": 8, "K": 8, "D": 5120, "F": inner})
         sizes = {"TOP_K": 8, "D": 5120, "F": inner}
-        values = {**sizes, "ROWS": knobs.up_rows, "BLOCK": knobs.up_block}
-        values |= {"STAGES": knobs.up_stages, "ROUNDED": False}
+        up = {**sizes, "ROWS": knobs.up_rows, "BLOCK": knobs.up_block}
+        up |= {"STAGES": knobs.up_stages, "ROUNDED": False}
         for kernel in (experts_up_kernel, experts_up_loop_kernel):
-            types = {name: up[name] for name in kernel.arg_names if name in up}
-            cases.append(OfflineCase(kernel, types, values, knobs.up_warps))
-        across = replace(knobs, down_across=True, down_held=7, down_rows=8, down_block=64)
-        plain = replace(knobs, down_across=False)
-        kernels = (experts_down_kernel, plain), (experts_down_across_kernel, across)
-        for kernel, chosen in kernels[: 2 if inner == 320 else 1]:
-            values = {**sizes, **down_blocks(chosen, {"K": 8, "F": inner})}
-            types = {name: down[name] for name in kernel.arg_names if name in down}
-            most = down_registers(chosen, {"P": 8, "K": 8, "D": 5120})
-            cases.append(OfflineCase(kernel, types, values, chosen.down_warps, most))
+            add(kernel, knobs.up_warps, **up)
+        plain = down_blocks(replace(knobs, down_across=False), {"K": 8, "F": inner})
+        add(experts_down_kernel, knobs.down_warps, **sizes, **plain)
+        if inner != 320:
+            continue
+        lanes = ahead_lanes(8, 5120, inner, knobs.up_programs, knobs.up_warps)
+        add(experts_up_ahead_kernel, knobs.up_warps, **up, LANES=lanes)
+        across = replace(knobs, down_held=7, down_rows=8, down_block=64)
+        down = {**sizes, **down_blocks(across, {"K": 8, "F": inner})}
+        most = down_registers(across, {"P": 8, "K": 8, "D": 5120})
+        add(experts_down_across_kernel, across.down_warps, most, **down)
+        # Four pieces held spill 16 bytes on sm_100, and none on sm_90.
+        down |= down_blocks(replace(across, down_held=6), {"K": 8, "F": inner})
+        for piece in (8192, 1024):
+            add(experts_down_close_kernel, across.down_warps, most, **down, PIECE=piece)
     return cases
 
 
