@@ -133,7 +133,8 @@ def test_the_layer_around_it(tokens):
 
 
 def closable(width=128, split=False, tokens=1, **experts_knobs):
-    """A layer call as `layer_call`'s, its experts and last boundary replaced by their kernels."""
+    """A layer call as `layer_call`'s, its experts and last boundary replaced by their kernels, with
+    as many warps in both, which add up in the same order on a GPU, too."""
     layer, args = layer_call(tokens, width=width)
     mlp: Any = layer.mlp
     top_k = mlp.gate.top_k
@@ -142,7 +143,7 @@ def closable(width=128, split=False, tokens=1, **experts_knobs):
     few = replace(ExpertsKnobs.heuristic(shape), up_rows=8, up_programs=4)
     knobs = replace(few, **experts_knobs)
     apply_change(layer, EXPERTS, "triton", {shape_key(shape): knobs})
-    boundary = BoundaryKnobs(warps=1, rows=1, split=split)
+    boundary = BoundaryKnobs(warps=knobs.down_warps, rows=1, split=split)
     apply_change(layer, BOUNDARY, "triton", {shape_key({"T": 1, "D": width}): boundary})
     return layer, args
 
@@ -189,10 +190,29 @@ def test_a_layer_that_cannot_be_closed_is_an_error(given, says, monkeypatch):
     monkeypatch.setattr(experts_cute, "check", lambda engine: None)
     layer, args = closable(**{n: v for n, v in given.items() if n != "rank_sum"})
     vars(layer.mlp.rank_sum).update(given.get("rank_sum", {}))
-    experts = torch.arange(layer.mlp.gate.top_k)[None].expand(len(args[0]), -1).contiguous()
+    ids = torch.arange(layer.mlp.gate.top_k, device=DEVICE)
+    experts = ids[None].expand(len(args[0]), -1).contiguous()
     given = args[1], experts.float(), experts, args[0], args[4], closed_layer.counter(layer)
     with pytest.raises(CannotServe, match=f"do not close the layer: .*{says}"):
         closed_layer.close(layer, *given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "pieces"])
+def test_closing_in_a_graph_changes_nothing(split):
+    layer, args = closable(5120, split)
+    expected = run_triton(CHANGE, layer, *args)
+    close = CHANGE.implementation("triton").build(layer, closing(5120))
+    close(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = close(*args)
+    for _ in range(100):
+        for result in found:
+            result.fill_(torch.nan)
+        graph.replay()
+        for ours, theirs in zip(found, expected, strict=True):
+            assert same_bits(ours, theirs)
 
 
 def test_closing_is_offered_for_one_token():
