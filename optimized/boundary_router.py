@@ -141,7 +141,8 @@ def outside(node: Any, h: Tensor, x: Tensor, router: str, boundary: str) -> str 
 
 def build(node: Any, knobs: LayerKnobs | None):
     """The function of `reference.beam.Layer.forward` for a few tokens, and for many."""
-    count = closed_layer.counter(node) if knobs is not None and knobs.closes else None
+    closes = knobs is not None and knobs.closes and unsupported(node) is None
+    count = closed_layer.counter(node) if closes else None
 
     def forward(h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor):
         if shape(node, h, x)["N"] > MAX_TOKENS:

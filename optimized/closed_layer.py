@@ -22,8 +22,8 @@ from optimized.triton_support import outside_domain, row_stride
 
 
 def counter(node: Any) -> Tensor:
-    """What a layer's programs count themselves by, on the device of its experts: [1] int32."""
-    return torch.zeros(1, dtype=torch.int32, device=node.mlp.experts.down_proj.device)
+    """What a layer's programs count themselves by, on its router's device: [1] int32."""
+    return torch.zeros(1, dtype=torch.int32, device=node.mlp.gate.weight.device)
 
 
 def close(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from optimized import closed_layer, experts_cute, launches
 from optimized.boundary_router import CHANGE, BoundaryRouterKnobs, LayerKnobs, enter
@@ -223,6 +224,13 @@ def test_closing_is_offered_for_one_token():
         )
         assert not LayerKnobs.heuristic(sizes).closes
         assert closing(5120).is_valid(sizes) == (tokens == 1)
+
+
+def test_layers_without_experts_are_left_alone_where_others_close():
+    layers = nn.ModuleList([Layer(TOY, 0), Layer(TOY, TOY.layers - 1)])
+    knobs = {shape_key({"N": 1, "D": TOY.hidden}): closing(TOY.hidden)}
+    assert apply_change(layers, CHANGE, "triton", knobs) == ["0", "1"]
+    assert [isinstance(layer.mlp, MoE) for layer in layers] == [False, True]
 
 
 def test_refuses_what_it_is_not_made_for():
