@@ -83,7 +83,7 @@ def test_it_is_one_file_and_a_plan(copy: Path) -> None:
     assert dry[0].startswith("third mini on cpu")
     assert said["begins"] == f"stands on {plan}: parallel_projection"
     assert "third" in said["models"]
-    assert said["tried"] == ["linear", "parallel_projection", "swiglu"]
+    assert said["tried"] == ["linear", "parallel_projection", "rmsnorm", "swiglu"]
     assert said["reason"] is None
     touched = git(copy, "status", "--porcelain", "--untracked-files=all").split()[1::2]
     assert sorted(touched) == sorted([ADDED, plan])
