@@ -19,8 +19,12 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+FIRST = "test_offline.py"  # one fixture of minutes: begun last, it would leave a worker idle
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests, with the reason, where PyTorch sees no CUDA device."""
+    """The longest first. Skip `gpu` tests, with the reason, where PyTorch sees no CUDA device."""
+    items.sort(key=lambda item: item.path.name != FIRST)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
