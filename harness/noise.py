@@ -24,7 +24,8 @@ SOFTMAX = frozenset(("_softmax", "_log_softmax"))
 LAYOUTS = 2  # of a product's second operand: as its rows lie, or as its columns do
 SMALLEST_CHUNK = 16  # partial sums of fewer terms are no kernel's
 # One replay in so many multiplies FP32 on CUDA cores where tensor cores could. Few, since limits
-# follow from the mean over replays, and a kernel on tensor cores has only the more frequent kind.
+# follow from the mean over replays of one layout, and a kernel on tensor cores has only the more
+# frequent kind.
 CUDA_CORES = 4
 BF16_TERMS = 3  # of 8 bits each hold an FP32 value's 24
 

@@ -12,8 +12,7 @@ multiplies some of the router's rows, loaded before, repeats it: it reads 4 D BF
 L2 cache, and no kernel has to end and another to begin between the two.
 
 Memory is idle meanwhile, yet asking from here for the next layer's packed projections to come to
-the L2 cache (18 MB of Beam on a TP8 rank) delays the kernel itself: a decode step took an H200
-3.46 ms with it and 2.40 without (2026-11-30).
+the L2 cache (18 MB of Beam on a TP8 rank) delays the kernel itself, by far more than it saves.
 
 With the knob `closes` one token's layer ends in the experts' last kernel
 (`optimized.closed_layer`). Of many tokens it ends in one kernel for the weighted sum and the

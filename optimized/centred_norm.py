@@ -6,25 +6,6 @@ R rounds to BF16; all else is FP32. x [..., D] -> [..., D], BF16. Moves 2 D BF16
 rounding of the factor is kept; none is added.
 """
 
-from optimized.change import Change, Contract, Implementation
-from optimized.inductor import inductor_implementation
-from optimized.rms_norm import builder, guard, shape
-from optimized.row_norm import RowNormKnobs
+from optimized.rms_norm import norm_change
 
-CHANGE = Change(
-    name="centred_norm",
-    region="centred_norm",
-    summary="a norm that is no part of a boundary in one kernel",
-    contract=Contract(numerics="reduction", batch_invariant=True),
-    implementations=(
-        Implementation(
-            backend="triton",
-            devices=("cuda",),
-            build=builder("centred"),
-            guard=guard,
-            knobs=RowNormKnobs,
-            shape=shape,
-        ),
-        inductor_implementation(),
-    ),
-)
+CHANGE = norm_change("centred_norm", "centred_norm", "centred")

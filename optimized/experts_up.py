@@ -227,12 +227,19 @@ def ahead_lanes(pairs: int, width: int, inner: int, programs: int, warps: int) -
 
 
 def experts_up(
-    x: Tensor, experts: Tensor, weight: Tensor, knobs: Mapping[str, int], *, rounded: bool
+    x: Tensor,
+    experts: Tensor,
+    weight: Tensor,
+    knobs: Mapping[str, int],
+    *,
+    rounded: bool,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """x [N, D] BF16 with contiguous rows, experts [N, K] int64, weight [E, 2 F, D] -> [P, F] BF16.
 
     `knobs` are the `rows` of a tile, the `block` of D at a time, `stages`, `warps`, and how many
-    `programs` loop over the tiles, or 0; with `rounded` silu(gate) is rounded, too."""
+    `programs` loop over the tiles, or 0; with `rounded` silu(gate) is rounded, too. Programs that
+    loop ask for the chosen experts of down weights `ahead` [E, D, F], 16-byte aligned."""
     inner, width = weight.shape[1] // 2, weight.shape[2]
     pairs, top_k = experts.numel(), experts.shape[1]
     hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
@@ -242,9 +249,14 @@ def experts_up(
     blocks: dict[str, Any] = {"TOP_K": top_k, "D": width, "F": inner, "ROWS": knobs["rows"]}
     blocks |= {"BLOCK": knobs["block"], "STAGES": knobs["stages"], "ROUNDED": rounded}
     given = x, experts, weight, hidden, x.stride(0)
-    if programs:
-        grid, given = (min(programs, pairs * tiles),), (*given, pairs)
-        launch(experts_up_loop_kernel, grid, *given, num_warps=knobs["warps"], **blocks)
+    blocks |= {"num_warps": knobs["warps"]}
+    count = min(programs, pairs * tiles)
+    if not programs:
+        launch(experts_up_kernel, (pairs, tiles), *given, **blocks)
+    elif ahead is None:
+        launch(experts_up_loop_kernel, (count,), *given, pairs, **blocks)
     else:
-        launch(experts_up_kernel, (pairs, tiles), *given, num_warps=knobs["warps"], **blocks)
+        blocks |= {"LANES": ahead_lanes(pairs, width, inner, count, knobs["warps"])}
+        given = x, experts, weight, hidden, ahead, x.stride(0)
+        launch(experts_up_ahead_kernel, (count,), *given, pairs, **blocks)
     return hidden

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation
 from optimized.inductor import inductor_implementation
-from optimized.soft_cap import SoftCapKnobs, guard, shape, tanh_fp32
-from optimized.triton_support import OfflineCase, begin, launch
+from optimized.soft_cap import SoftCapKnobs, capped, guard, shape, tanh_fp32
+from optimized.triton_support import OfflineCase, begin
 
 
 @triton.jit
@@ -38,26 +37,8 @@ def logit_cap_kernel(
 
 def build(node: Any, knobs: SoftCapKnobs | None):
     """logits [..., V] BF16 -> [..., V] FP32."""
-
-    def forward(logits: Tensor) -> Tensor:
-        chosen = knobs or SoftCapKnobs.heuristic(shape(node, logits))
-        out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-        if out.numel() == 0:
-            return out
-        launch(
-            logit_cap_kernel,
-            (triton.cdiv(out.numel(), chosen.block),),
-            logits,
-            out,
-            out.numel(),
-            1.0 / node.cap,  # eager mode on a GPU multiplies by it, too
-            node.cap,
-            BLOCK=chosen.block,
-            num_warps=chosen.warps,
-        )
-        return out
-
-    return forward
+    numbers = 1.0 / node.cap, node.cap  # eager mode on a GPU multiplies by 1 / cap, too
+    return lambda logits: capped(logit_cap_kernel, logits, torch.float32, *numbers, knobs=knobs)
 
 
 def offline_cases() -> list[OfflineCase]:

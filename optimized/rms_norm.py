@@ -6,7 +6,7 @@ R rounds to BF16; all else is FP32. x [..., D] -> [..., D], BF16. Moves 2 D BF16
 is no interior rounding point, and none is added.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -29,29 +29,30 @@ def guard(node: Any, x: Tensor) -> str | None:
     return outside_norm(x.shape[-1], node.weight) or outside_domain(x=x, weight=node.weight)
 
 
-def builder(kind: str) -> Callable[[Any, RowNormKnobs | None], Callable[[Tensor], Tensor]]:
-    """Of a change: x [..., D] BF16 -> [..., D] BF16 by a kind of norm that `row_norm` names."""
+def norm_change(name: str, region: str, kind: str) -> Change:
+    """Of nodes (x [..., D] BF16 -> [..., D] BF16) with a `weight` [D] and an `eps`, by a kind of
+    norm that `row_norm` names."""
 
     def build(node: Any, knobs: RowNormKnobs | None):
         return lambda x: row_norm(x, node.weight, node.eps, kind, knobs)
 
-    return build
-
-
-CHANGE = Change(
-    name="rms_norm",
-    region="rmsnorm",
-    summary="a norm that is no part of a boundary in one kernel",
-    contract=Contract(numerics="reduction", batch_invariant=True),
-    implementations=(
-        Implementation(
-            backend="triton",
-            devices=("cuda",),
-            build=builder("weighted"),
-            guard=guard,
-            knobs=RowNormKnobs,
-            shape=shape,
+    return Change(
+        name=name,
+        region=region,
+        summary="a norm that is no part of a boundary in one kernel",
+        contract=Contract(numerics="reduction", batch_invariant=True),
+        implementations=(
+            Implementation(
+                backend="triton",
+                devices=("cuda",),
+                build=build,
+                guard=guard,
+                knobs=RowNormKnobs,
+                shape=shape,
+            ),
+            inductor_implementation(),
         ),
-        inductor_implementation(),
-    ),
-)
+    )
+
+
+CHANGE = norm_change("rms_norm", "rmsnorm", "weighted")

@@ -31,11 +31,12 @@ from torch import Tensor
 from optimized import experts_cute
 from optimized.change import Change, Contract, Implementation
 from optimized.combine import weighted_sum
-from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs, programs
+from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs
 from optimized.experts_down import experts_down_across_kernel, experts_down_kernel
 from optimized.experts_down_close import MOST_VALUES, Closing, experts_down_close_kernel
 from optimized.experts_up import (
     ahead_lanes,
+    experts_up,
     experts_up_ahead_kernel,
     experts_up_kernel,
     experts_up_loop_kernel,
@@ -120,34 +121,18 @@ def few(
         matrices = node.gate_up_proj, node.down_proj
         experts_cute.compute(x, weights, experts, *matrices, out, node.combine.scale, chosen)
         return out
-    hidden = _up(node, x, experts, chosen, sizes)
+    hidden = _up(node, x, experts, chosen)
     _down(node, hidden, weights, experts, out, chosen, sizes, closing)
     return out
 
 
-def _up(
-    node: Any, x: Tensor, experts: Tensor, knobs: ExpertsKnobs, sizes: Mapping[str, int]
-) -> Tensor:
-    pairs, inner = sizes["P"], sizes["F"]
-    hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    blocks: dict[str, Any] = {"TOP_K": sizes["K"], "D": sizes["D"], "F": inner}
-    blocks |= {"ROWS": knobs.up_rows, "BLOCK": knobs.up_block, "STAGES": knobs.up_stages}
-    blocks |= {"ROUNDED": False, "num_warps": knobs.up_warps}
-    given = x, experts, node.gate_up_proj, hidden
-    if not knobs.up_programs:
-        grid = pairs, triton.cdiv(inner, knobs.up_rows)
-        launch(experts_up_kernel, grid, *given, x.stride(0), **blocks)
-        return hidden
-    count = programs(knobs, sizes)
-    if not knobs.down_ahead:
-        launch(experts_up_loop_kernel, (count,), *given, x.stride(0), pairs, **blocks)
-        return hidden
-    if node.down_proj.data_ptr() % 16:
+def _up(node: Any, x: Tensor, experts: Tensor, knobs: ExpertsKnobs) -> Tensor:
+    if knobs.down_ahead and node.down_proj.data_ptr() % 16:
         raise CannotServe("down_proj is not 16-byte aligned; choose down_ahead = false")
-    blocks |= {"LANES": ahead_lanes(pairs, sizes["D"], inner, count, knobs.up_warps)}
-    given = *given, node.down_proj, x.stride(0), pairs
-    launch(experts_up_ahead_kernel, (count,), *given, **blocks)
-    return hidden
+    names = "rows", "block", "stages", "warps", "programs"
+    given = {name: getattr(knobs, f"up_{name}") for name in names}
+    ahead = node.down_proj if knobs.down_ahead else None
+    return experts_up(x, experts, node.gate_up_proj, given, rounded=False, ahead=ahead)
 
 
 def _down(

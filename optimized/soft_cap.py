@@ -104,29 +104,25 @@ def guard(node: Any, logits: Tensor) -> str | None:
     return outside_domain(logits=logits)
 
 
+def capped(
+    kernel: Any, logits: Tensor, dtype: torch.dtype, *numbers: float, knobs: SoftCapKnobs | None
+) -> Tensor:
+    """logits [..., V] BF16, contiguous -> [..., V] of `dtype`, by a kernel that takes elements one
+    by one and these numbers."""
+    chosen = knobs or SoftCapKnobs.heuristic(shape(None, logits))
+    out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    if out.numel() == 0:
+        return out
+    grid = (triton.cdiv(out.numel(), chosen.block),)
+    launched = {"BLOCK": chosen.block, "num_warps": chosen.warps}
+    launch(kernel, grid, logits, out, out.numel(), *numbers, **launched)
+    return out
+
+
 def build(node: Any, knobs: SoftCapKnobs | None):
     """logits [..., V] BF16 -> [..., V] BF16."""
-
-    def forward(logits: Tensor) -> Tensor:
-        chosen = knobs or SoftCapKnobs.heuristic(shape(node, logits))
-        out = torch.empty_like(logits)
-        if out.numel() == 0:
-            return out
-        launch(
-            soft_cap_kernel,
-            (triton.cdiv(out.numel(), chosen.block),),
-            logits,
-            out,
-            out.numel(),
-            node.scale,
-            1.0 / node.cap,  # eager mode on a GPU multiplies by it, too
-            node.cap,
-            BLOCK=chosen.block,
-            num_warps=chosen.warps,
-        )
-        return out
-
-    return forward
+    numbers = node.scale, 1.0 / node.cap, node.cap  # eager mode on a GPU multiplies by 1 / cap, too
+    return lambda logits: capped(soft_cap_kernel, logits, logits.dtype, *numbers, knobs=knobs)
 
 
 def offline_cases() -> list[OfflineCase]:
