@@ -43,6 +43,10 @@ class Space:
         found = list(itertools.islice(filter(self.is_valid, every), MAX_TRIALS + 1))
         return found if len(found) <= MAX_TRIALS else None
 
+    def switches(self) -> list[str]:
+        """The knobs that are on or off."""
+        return [n for n, v in self.candidates.items() if any(x is True for x in v) and len(v) == 2]
+
     def drawn(self, count: int) -> list[Values]:
         """`count` valid ones at random, or fewer, the same each time; the sampler learns from them.
         Among the first is each word, an engine's name, that the heuristic does not say: of one

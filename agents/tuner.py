@@ -2,11 +2,13 @@
 
 Every shape of the region's calls is tuned by itself, with a cold L2. What is fastest alone need not
 be so among its neighbours, which overlap with it: the fastest few are set beside the heuristic's
-choice in the whole step, and the step decides. Not so of calls that are hardly any of the step:
-what they gain is below what a step in short can tell.
+choice in the whole step, and the step decides. So it does on each knob that is on or off, most of
+which say what a kernel does for its neighbours. Not so of calls that are hardly any of the step:
+what they gain is below what a step in short can tell. Of a region's calls the rarest are not tuned.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from agents.knob_search import Space, Values, search
+from agents.knob_search import UNFIT, Space, Values, search
 from agents.storage import Studies
 from harness.bench import time_call
 from optimized.change import Change, Implementation, nodes, replace_forward, shape_key
 
 Knobs = dict[str, Values]  # by shape
 SMALL = 0.02  # of the step: calls of a shape that take less together are decided alone
+RARE = 0.03  # of the region's calls, in time: a shape that is less of them is not tuned
 TRIED = 3  # of a shape's fastest, in the whole step
 TRIAL_S = 0.1  # one timing
 
@@ -49,8 +52,9 @@ def tune(
     runs `model`, to which `change` is applied already.
 
     `step_us` is the time of the whole step with such knobs; without it the fastest calls count. The
-    `seconds` are shared out among the shapes by their time in the step. Trials are kept in
-    `studies`, so that a resumed run goes on with them; UserError where they cannot be.
+    `seconds` are shared out among the shapes by their time in the step, and the steps take as many
+    again. Trials are kept in `studies`, so that a resumed run goes on with them; UserError where
+    they cannot be.
     """
     implementation = change.implementation(backend)
     if implementation.knobs is None or implementation.shape is None:
@@ -63,6 +67,9 @@ def tune(
     found: dict[str, list[Values]] = {}
     for i in sorted(range(len(tuned)), key=lambda i: -weights[i]):
         one = tuned[i]
+        if weights[i] < RARE * sum(weights):
+            found[one.key] = []
+            continue
         name = f"{studies.mark}{change.name}:{backend}:{one.key}"
         share_s = seconds * weights[i] / sum(weights)
         timed = search(name, one.space, one.run, one.time_us, studies=studies, seconds=share_s)
@@ -72,7 +79,8 @@ def tune(
         chosen = {key: fastest[0] for key, fastest in found.items() if fastest}
     else:
         totals_us = {one.key: weight for one, weight in zip(tuned, weights, strict=True)}
-        chosen = in_step(found, heuristics, totals_us, step_us)
+        spaces = {one.key: one.space for one in tuned}
+        chosen = in_step(found, heuristics, totals_us, step_us, spaces=spaces, seconds=seconds)
     return {key: values for key, values in chosen.items() if values != heuristics[key]}
 
 
@@ -81,23 +89,37 @@ def in_step(
     heuristics: Knobs,
     totals_us: Mapping[str, float],
     step_us: Callable[[Knobs], float],
+    *,
+    spaces: Mapping[str, Space] | None = None,
+    seconds: float = float("inf"),
 ) -> Knobs:
     """The knobs of each shape with which the whole step is fastest: from the heuristic's, one shape
-    after the other, in the order of `found`; the fastest alone of shapes whose calls in a step, of
-    `totals_us` with the heuristic's, are few."""
+    after the other, in the order of `found`, then with each knob of `spaces` that is on or off the
+    other way; the fastest alone of shapes whose calls in a step, of `totals_us` with the
+    heuristic's, are few. What `seconds` do not suffice for stays the heuristic's."""
     best: Knobs = dict(heuristics)
-    if all(values == heuristics[key] for key, fastest in found.items() for values in fastest):
+    trials = {key: [v for v in fastest if v != best[key]] for key, fastest in found.items()}
+    switches = {key: space.switches() for key, space in (spaces or {}).items()}
+    if not any(trials.values()) and not any(switches.values()):
         return best
+    deadline = time.monotonic() + seconds
     least_us = step_us(best)
     for key, fastest in found.items():
         if totals_us[key] < SMALL * least_us:
             best[key] = fastest[0] if fastest else heuristics[key]
             continue
-        for values in fastest:
-            if values == heuristics[key]:
+        for trial in [*trials[key], *switches.get(key, [])]:
+            values = {**best[key], trial: not best[key][trial]} if isinstance(trial, str) else trial
+            if spaces is not None and not spaces[key].is_valid(values):
                 continue
+            if time.monotonic() > deadline:
+                break
             tried = {**best, key: values}
-            if (time_us := step_us(tried)) < least_us:
+            try:
+                time_us = step_us(tried)
+            except UNFIT:
+                continue
+            if time_us < least_us:
                 best, least_us = tried, time_us
     return best
 

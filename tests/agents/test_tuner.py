@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from triton.runtime.errors import OutOfResources
 
-from agents import knob_search
+from agents import knob_search, tuner
 from agents.knob_search import BATCH, MAX_TRIALS, Space, Values, search
 from agents.storage import Studies
 from agents.tuner import calls, in_step, tune
@@ -157,6 +157,55 @@ def test_no_step_is_run_where_the_heuristic_is_fastest() -> None:
         raise AssertionError("not needed")
 
     assert in_step({"a": [{"n": 0}]}, {"a": {"n": 0}}, {"a": 9.0}, step_us) == {"a": {"n": 0}}
+
+
+def test_the_step_decides_what_is_on_and_off_on_top_of_the_fastest() -> None:
+    """`split` gains and stays, `ahead` loses, `heavy` cannot be launched, an invalid one is not
+    tried; none of them is timed alone."""
+    names = "split", "ahead", "heavy", "wrong"
+    space = Space(
+        candidates={"n": (0, 1), **dict.fromkeys(names, (False, True)), "word": ("a", "b")},
+        heuristic={"n": 0, **dict.fromkeys(names, False), "word": "a"},
+        is_valid=lambda values: not values["wrong"],
+    )
+    assert space.switches() == [*names]
+    fastest = {**space.heuristic, "n": 1}
+    tried = []
+
+    def step_us(knobs) -> float:
+        one = knobs["a"]
+        tried.append([one["n"], *(name for name in names if one[name])])
+        if one["heavy"]:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return 100.0 - one["n"] - 5 * one["split"] + 3 * one["ahead"]
+
+    given = {"a": [fastest]}, {"a": space.heuristic}, {"a": 50.0}, step_us
+    chosen = in_step(*given, spaces={"a": space})
+    assert chosen == {"a": {**fastest, "split": True}}
+    assert tried == [[0], [1], [1, "split"], [1, "split", "ahead"], [1, "split", "heavy"]]
+    assert in_step(*given, spaces={"a": space}, seconds=0.0) == {"a": space.heuristic}
+
+
+def test_a_shape_that_is_hardly_any_of_a_region_keeps_the_heuristics_knobs(tmp_path: Path) -> None:
+    """Of the region's two shapes one is called for 2 of 1002 milliseconds."""
+    model = applied()
+    (call,) = calls(model, CHANGE, CHANGE.implementations[0], lambda: step(model))
+    times = {"F=512": 500.0, "F=8": 1.0}
+    rare = replace(call, shape={"F": 8})
+    asked = []
+
+    def searched(name, space, run, time_us, **_):
+        asked.append(name)
+        return [(1.0, {"ms": 1})]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner, "calls", lambda *_: [rare, call])
+        patch.setattr(tuner, "search", searched)
+        patch.setattr(tuner._Tuned, "time_us", lambda self, values: times[self.key])
+        studies = Studies(tmp_path / "optuna.journal")
+        found = tune(model, CHANGE, "torch", lambda: None, studies=studies, seconds=9.0)
+    assert found == {"F=512": {"ms": 1}}
+    assert [name.split(":")[-1] for name in asked] == ["F=512"]
 
 
 def wide(valid=lambda values: (values["x"] + values["y"]) % 4 == 0) -> Space:

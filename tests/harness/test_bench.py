@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import time
 
 import numpy as np
@@ -166,9 +167,22 @@ def test_a_faster_candidate_shows_its_gain(clock):
     assert 1 < effect < 25
     pair = compare(base, candidate, effect, budget_s=1.0)
     assert pair.gain_us > pair.mde_us >= effect
-    assert pair.gain_interval_us[0] < 50 < pair.gain_interval_us[1]
-    assert pair.base_us - pair.candidate_us == pytest.approx(50, abs=pair.mde_us)
+    gain_us = 50 * (1 + 0.05 * math.sqrt(2 / math.pi))  # the noise is that of |normal|
+    assert pair.gain_interval_us[0] < gain_us < pair.gain_interval_us[1]
+    assert pair.base_us - pair.candidate_us == pytest.approx(gain_us, abs=pair.mde_us)
     assert pair.candidate_interval_us[0] <= pair.candidate_us <= pair.candidate_interval_us[1]
+
+
+def test_a_step_that_is_there_twice_warms_up_once(clock):
+    base, candidate = clock.step(4e6), clock.step(2e6)
+    counts = {base: 0, candidate: 0}
+    for step in counts:
+        step.model = lambda *args, step=step, run=step.model: (
+            counts.update({step: counts[step] + 1}) or run(*args)
+        )
+    pair = compare(base, candidate, 0.0, budget_s=1.0, min_pairs=2)
+    assert counts == {base: 5, candidate: 5}  # one to warm up, two of each of two pairs
+    assert (pair.pairs, round(pair.gain_us)) == (2, 2_000_000)
 
 
 def test_a_slower_candidate_shows_its_loss(clock):
