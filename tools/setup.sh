@@ -2,8 +2,8 @@
 # Make .venv and install what is pinned: tools/setup.sh core|test|lint
 #
 # Nothing outside the checkout is written. What is missing is said in one line on stderr, exit 2.
-# Done work is remembered by a stamp that names the content of pyproject.toml, constraints.txt and
-# setup.py, so a second call does nothing.
+# Done work is remembered by stamps that name the content of pyproject.toml, constraints.txt and
+# setup.py, so a second call does nothing. lint holds all of test, and test all of core.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -120,15 +120,15 @@ make_venv() {
 }
 
 main() {
-    local set=${1:-core} extras stamp python
+    local set=${1:-core} extras held sum python
     case "$set" in
-        core) extras="" ;;
-        test) extras="[test]" ;;
-        lint) extras="[test,dev]" ;;
+        core) extras="" held="core" ;;
+        test) extras="[test]" held="core test" ;;
+        lint) extras="[test,dev]" held="core test lint" ;;
         *) fail "unknown set '$set'; choose core, test or lint" ;;
     esac
-    stamp="$VENV/.installed-$set-$(cat pyproject.toml constraints.txt setup.py | cksum | tr ' ' '-')"
-    [ -f "$stamp" ] && exit 0
+    sum=$(cat pyproject.toml constraints.txt setup.py | cksum | tr ' ' '-')
+    [ -f "$VENV/.installed-$set-$sum" ] && exit 0
 
     if [ -z "${CXX:-}" ]; then
         CXX=g++
@@ -145,8 +145,10 @@ main() {
     say "installing the $set set"
     pip_install --retries 1 --timeout 20 setuptools || explain "cannot install setuptools"
     pip_install --no-build-isolation --editable ".$extras" || explain "cannot install kernelwright$extras"
-    rm -f "$VENV/.installed-$set-"*
-    touch "$stamp"
+    for set in $held; do
+        rm -f "$VENV/.installed-$set-"*
+        touch "$VENV/.installed-$set-$sum"
+    done
     say "installed"
 }
 

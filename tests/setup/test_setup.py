@@ -138,6 +138,20 @@ def test_is_done_once_until_its_inputs_change(setup: Setup, checkout: Path, chan
     assert "no-such-python" in refused(setup(PYTHON="no-such-python"))
 
 
+@pytest.mark.parametrize("done, held", [("lint", 3), ("test", 2), ("core", 1)])
+def test_a_set_holds_the_smaller_ones(setup: Setup, checkout: Path, done: str, held: int) -> None:
+    """Nothing is installed here: the Python makes a .venv whose pip does nothing."""
+    venv = 'mkdir -p "$3/bin"; printf "#!/bin/sh\n" >"$3/bin/python"; chmod +x "$3/bin/python"'
+    python = program(
+        checkout / "bin" / "python3",
+        f'[ "$*" = "-m venv .venv" ] || exec {sys.executable} "$@"\n{venv}',
+    )
+    assert "installed" in setup(done, PYTHON=str(python)).stdout
+    sets = "core", "test", "lint"
+    again = [setup(name, PYTHON="no-such-python").returncode for name in sets]
+    assert again == [0] * held + [2] * (3 - held)
+
+
 @pytest.mark.parametrize("kind", ["bdist_wheel", "sdist"])
 def test_a_wheel_is_refused_with_the_reason(checkout: Path, kind: str) -> None:
     shutil.copy(ROOT / "README.md", checkout)
