@@ -218,9 +218,13 @@ def point_report(evidence: Evidence, rate: float) -> PointReport:
 
 def visible_rate(evidence: Evidence, rate: float) -> float:
     """How often noise changed an element that shows the rounding, at most one half; 0 where that
-    may be `rate`, as for all elements."""
+    may be `rate`, as for all elements. Of a sum that a fused multiply-add would compute, how often
+    it may at most have changed one: only elements next to a boundary show that, so there are few,
+    and what moved none of them in a few replays may yet move two."""
     if not evidence.drawn:
         return 0.0
+    if evidence.point.fused:
+        return min(0.5, bounds.upper_rate(evidence.moved, evidence.drawn))
     still = evidence.drawn - evidence.moved
     lowest = 1.0 - bounds.upper_rate(still, evidence.drawn)
     return min(0.5, evidence.moved / evidence.drawn) if lowest > rate else 0.0

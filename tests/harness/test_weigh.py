@@ -5,8 +5,9 @@ from harness.verdicts import NOT_VISIBLE, point_report, visible_rate
 from harness.weigh import Evidence
 
 
-def told(visible, declared, flipped, drawn, moved, **more):
-    point = Point(name="p", operator="", module="", source="", shape=(), dtype="", index=0)
+def told(visible, declared, flipped, drawn, moved, *, fused=False, **more):
+    where = {"operator": "", "module": "", "source": "", "shape": (), "dtype": "", "index": 0}
+    point = Point(name="p", fused=fused, **where)
     counts = {"visible": visible, "equals_declared": declared, "equals_flipped": flipped}
     return Evidence(point, "kept", elements=10**6, drawn=drawn, moved=moved, **counts, **more)
 
@@ -37,3 +38,13 @@ def test_what_noise_moves_nowhere_else_is_told_by_few_elements():
     assert point_report(noisy, 1e-4).observed == NOT_VISIBLE
     honest = told(26, 26, 0, 104, 52, stirred=40.0, differs_flipped=26)
     assert (honest.strayed, point_report(honest, 1e-4).observed) == (0, "kept")
+
+
+def test_two_elements_are_no_fused_multiply_add():
+    """Few elements show one at all, and those next to a boundary are noisier than all others: two
+    that an honest kernel takes to the other side say nothing. A kernel that fuses shows in many."""
+    few = {"drawn": 16, "moved": 0}
+    assert point_report(told(2, 0, 2, **few), 1e-4).observed == "elided"
+    assert point_report(told(2, 0, 2, **few, fused=True), 1e-4).observed == NOT_VISIBLE
+    assert point_report(told(60, 2, 58, 480, 2, fused=True), 1e-4).observed == "elided"
+    assert point_report(told(60, 58, 2, 480, 2, fused=True), 1e-4).observed == "kept"
