@@ -5,10 +5,8 @@ second leaves batches beyond 8 to the reference.
 """
 
 import functools
-import gc
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,13 +118,10 @@ def kinds(ledger: Ledger) -> Counter[str]:
     return Counter(event.kind for event in ledger.events())
 
 
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a fixture: short measurements."""
     shares = {"decode": (0.02, 0.02), "prefill": (0.02, 0.02)}
     monkeypatch.setattr(measure, "SHARES", shares)
-    gc.freeze()  # each measurement collects garbage first, and a test process has much to look at
-    yield
-    gc.unfreeze()
 
 
 @functools.cache

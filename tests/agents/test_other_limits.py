@@ -1,6 +1,5 @@
 """What keeps a kept change from being timed at another target: budget, memory, its own failure."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ FIRST, SECOND = kept_run.INDICES
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from kept_run.quick(monkeypatch)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_run.quick(monkeypatch)
 
 
 HUGE = """

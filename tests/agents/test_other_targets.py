@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ FIRST, SECOND = kept_run.INDICES
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from kept_run.quick(monkeypatch)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_run.quick(monkeypatch)
 
 
 def test_each_is_timed_against_the_model_before_it(tmp_path: Path) -> None:
