@@ -23,6 +23,18 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 FIRST = "test_offline.py"  # one fixture of minutes: begun last, it would leave a worker idle
 
 
+# What `make slow` and `make long` select, and what a file with such a test says.
+SELECTED = {"slow and not long": "mark.slow", "long": "mark.long"}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without a test of those selected are not imported: all of them take 12 s."""
+    mark = SELECTED.get(config.option.markexpr)
+    if mark is None or collection_path.suffix != ".py":
+        return None
+    return mark not in collection_path.read_text() or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first. Skip `gpu` tests, with the reason, where PyTorch sees no CUDA device."""
     items.sort(key=lambda item: item.path.name != FIRST)

@@ -77,17 +77,17 @@ def test_missing_target_says_what_to_give(tmp_path):
     assert "--target is missing" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_run_of_another_schema_is_refused(tmp_path):
-    done = run("--resume", older_run(tmp_path), cwd=tmp_path)
-    assert done.returncode == 2
-    assert "has schema 0, this version reads schema 1" in done.stderr
+def test_run_of_another_schema_is_refused(tmp_path, capfd):
+    assert cli.run(lambda: main(["--resume", older_run(tmp_path)])) == 2
+    assert "has schema 0, this version reads schema 1" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_cuda_without_a_gpu_is_refused(tmp_path):
-    done = run("--target", "decode-bs1", "--device", "cuda", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "no CUDA device is visible" in done.stderr and done.stderr.count("\n") == 1
+def test_cuda_without_a_gpu_is_refused(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(lambda: main(["--target", "decode-bs1", "--device", "cuda"])) == 2
+    error = capfd.readouterr().err
+    assert "no CUDA device is visible" in error and error.count("\n") == 1
 
 
 def test_without_a_compiler_nothing_starts(tmp_path):
@@ -96,13 +96,12 @@ def test_without_a_compiler_nothing_starts(tmp_path):
     assert "no C++ compiler" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_existing_run_directory_is_not_overwritten(tmp_path):
+def test_existing_run_directory_is_not_overwritten(tmp_path, capfd):
     directory = older_run(tmp_path)
     before = (Path(directory) / Ledger.NAME).read_bytes()
-    words = ("--target", "decode-bs1", "--model", TOY, "--run-dir", directory)
-    done = run(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "already holds a run; continue it with --resume" in done.stderr
+    words = ["--target", "decode-bs1", "--model", TOY, "--run-dir", directory]
+    assert cli.run(lambda: main(words)) == 2
+    assert "already holds a run; continue it with --resume" in capfd.readouterr().err
     assert (Path(directory) / Ledger.NAME).read_bytes() == before
 
 

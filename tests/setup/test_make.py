@@ -2,11 +2,13 @@
 
 import os
 import re
+import shlex
 import subprocess
 import tomllib
 
 import pytest
 
+from tests.conftest import SELECTED
 from tests.layout import ROOT
 
 
@@ -45,6 +47,16 @@ def test_target(target: str, installs: str, commands: list[str]) -> None:
 @pytest.mark.parametrize("target", ["run", "test", "bench"])
 def test_arguments_are_passed_on(target: str) -> None:
     assert make("-n", target, "ARGS=--one 1 --two").splitlines()[-1].endswith(" --one 1 --two")
+
+
+@pytest.mark.parametrize("selected, mark", SELECTED.items(), ids=["slow", "long"])
+def test_what_make_selects_is_spelt_out_in_its_files(selected: str, mark: str) -> None:
+    """No file hands a mark on to another, which would not be imported."""
+    assert f"-m {shlex.quote(selected)} " in make("-n", mark.removeprefix("mark.")).replace(
+        '"', "'"
+    )
+    holders = [p for p in ROOT.glob("tests/**/*.py") if f"{'pytest.'}{mark}" in p.read_text()]
+    assert len(holders) > 5 and all(p.name.startswith("test_") for p in holders)
 
 
 def test_help_names_every_target() -> None:
