@@ -5,7 +5,7 @@ Pearson), so a correct candidate differs in more than the bound's number of its 
 probability below `FALSE_ALARM`. No noise seen is not no noise: k = 0 still gives p = -ln(a) / n,
 the rule of three for other levels than 95%.
 
-Replays come in kinds, by the layout of the library's products, and a candidate is of one kind: the
+Replays come in kinds, by how products are computed, and a candidate is of one kind: the
 noisier one counts, not their mean.
 """
 

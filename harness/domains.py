@@ -21,6 +21,7 @@ from harness.cases import Case, storages
 from harness.compare import SelfNoise
 from harness.examine import Examination, Prepared
 from harness.nodes import pick_nodes
+from harness.noise import kinds
 from harness.observe import Observed
 from harness.policy import Policy
 from harness.records import Verdict
@@ -33,7 +34,7 @@ from optimized.change import Change
 from optimized.domain import Domain, Facts, domain_of
 from optimized.guards import argument_names, facts_of
 
-STEP_RUNS = 4  # noise replays of a timed step's call
+STEP_RUNS = 2  # noise replays of each kind of a timed step's call
 CACHE_SHARE = 2  # a step's caches may take half of the free memory
 
 
@@ -221,7 +222,7 @@ class _TimedStep:
         """That of the call; of the region's typical cases where its replays do not fit."""
         exam = self.exam
         try:
-            exam.measure_noise(ours, prepared, STEP_RUNS, routes)
+            exam.measure_noise(ours, prepared, STEP_RUNS * kinds(prepared.device), routes)
         except torch.OutOfMemoryError:
             for name, noise in self.cases.measured.noise.items():
                 cases = exam.tally(name).noise

@@ -12,7 +12,7 @@ from harness.added import ADDED
 from harness.cases import Case
 from harness.compare import SelfNoise, Tally
 from harness.faults import Faults
-from harness.noise import LAYOUTS
+from harness.noise import kinds
 from harness.observe import CandidateError, Observed, observe, poisoned, watching_integers
 from harness.operators import is_real
 from harness.policy import IN
@@ -43,6 +43,11 @@ class Prepared:
     @property
     def where(self) -> str:
         return f"{self.case.node}, {self.case.name}"
+
+    @property
+    def device(self) -> torch.device:
+        """Of the results, if there are any."""
+        return next((t.device for t in self.contract.results.values()), torch.device("cpu"))
 
 
 @dataclass
@@ -144,10 +149,10 @@ class Examination:
             return
         for _ in range(runs):
             self.noise_runs += 1
-            layout = self.noise_runs % LAYOUTS
+            kind = self.noise_runs % kinds(prepared.device)
             noise = Noise(
                 seed=self.seed * 100_003 + self.noise_runs,
-                layout=layout,
+                kind=kind,
                 reorder="reduction" in classes or bool(prepared.first.choices),
             )
             plan = self.plan(noise=noise)
@@ -166,7 +171,7 @@ class Examination:
                         prepared.contract.results[name],
                         mask,
                         typical=case.typical,
-                        kind=layout,
+                        kind=kind,
                     )
 
     def judge(

@@ -26,12 +26,12 @@ class Noise:
     """Perturb what a correct implementation may do otherwise, drawn from `seed`.
 
     `reorder` permutes the order of reductions (products run on the library's own kernels), `ulp`
-    moves transcendental functions by up to one unit of their FP32 result's last place. `layout` is
-    how the second operand of all products lies, 0 or 1 (see `harness.noise`); None draws for each.
+    moves transcendental functions by up to one unit of their FP32 result's last place. `kind` says
+    how all products are computed (see `harness.noise.kinds`); None draws for each.
     """
 
     seed: int
-    layout: int | None = None
+    kind: int | None = None
     reorder: bool = True
     ulp: bool = True
 

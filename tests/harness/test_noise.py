@@ -1,13 +1,22 @@
 """The noise of products: what belongs to it, and what a kernel must not do all the same."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from harness.noise import Perturbation, bf16_terms, is_bf16, tensor_core_product
+from harness.noise import (
+    Perturbation,
+    _as_terms,
+    _copies,
+    bf16_terms,
+    chained_product,
+    is_bf16,
+    tensor_core_product,
+)
 from harness.replay import Noise
 from tests.harness.judged import change, judged
 
@@ -92,8 +101,63 @@ def test_orders_of_fp32_sums_do_not_show_what_tensor_cores_do() -> None:
     assert share(p.bfloat16().float() @ v.float()) > 4 * share(found)
 
 
+def test_one_long_sum_on_tensor_cores_is_noisier_than_a_split_one() -> None:
+    """Why replays have a kind of their own for it: the terms of an FP32 operand, one after the
+    other, are cut off three times as often; a sum in eight parts is cut off on small sums."""
+    p, v = draw(48, 2048).softmax(-1), draw(2048, 64, seed=1).bfloat16()
+    exact = p.double() @ v.double()
+    terms = _as_terms(p, v.float())
+    assert terms is not None and terms[0].shape == (48, 3 * 2048)
+    assert torch.allclose(terms[0].double() @ terms[1].double(), exact, rtol=1e-6)
+
+    def error(x: Any) -> float:
+        return float((x - exact).norm() / exact.norm())
+
+    chain = error(emulated(*terms))
+    apart = error(sum(emulated(x, y) for x, y in zip(*_thirds(terms), strict=True)))
+    assert 3 < chain / apart < 6
+    x = draw(48, 2048, seed=2).bfloat16()
+    exact = x.double() @ v.double()
+    pieces = zip(x.tensor_split(8, -1), v.tensor_split(8), strict=True)
+    assert error(emulated(x, v)) > 2 * error(sum(emulated(*piece) for piece in pieces))
+
+
+def _thirds(terms: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    return terms[0].tensor_split(3, -1), terms[1].tensor_split(3)
+
+
+@pytest.mark.parametrize(("rows", "columns", "copies"), [(3, 5, 26), (260, 5, 9), (9, 128, 1)])
+def test_a_product_is_widened_until_a_card_is_full(
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, copies: int
+) -> None:
+    card = SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    a, b = draw(rows, 64).bfloat16(), draw(64, columns, seed=1).bfloat16()
+    assert _copies(a, b) == copies
+    assert torch.equal(chained_product(a, b), a @ b)
+
+
 @pytest.mark.gpu
 class TestGpu:
+    @pytest.mark.parametrize("shape", [(), (3,)], ids=["mm", "bmm"])
+    @pytest.mark.parametrize("narrow", ["a", "b", "both"])
+    def test_one_long_sum_rounds_nothing(self, shape: tuple[int, ...], narrow: str) -> None:
+        """Further from FP64 than the library's own, and closer by far than with an operand rounded
+        to BF16; of two BF16 operands the result is BF16, too."""
+        a, b = draw(*shape, 6, 4096, device="cuda"), draw(*shape, 4096, 48, seed=1, device="cuda")
+        a = a if narrow == "b" else a.bfloat16().float()
+        b = b if narrow == "a" else b.bfloat16().float()
+        exact = a.double() @ b.double()
+        if narrow == "both":
+            found = chained_product(a.bfloat16(), b.bfloat16())
+            assert found.dtype == torch.bfloat16
+            assert float((found != exact.bfloat16()).float().mean()) < 0.05
+            return
+        error = float((chained_product(a, b) - exact).norm() / exact.norm())
+        rounded = a.bfloat16().double() @ b.bfloat16().double()
+        assert error * 2**5 < float((rounded - exact).norm() / exact.norm())
+        assert error > float(((a @ b) - exact).norm() / exact.norm())
+
     @pytest.mark.parametrize("shape", [(), (3,)], ids=["mm", "bmm"])
     @pytest.mark.parametrize("narrow", ["a", "b"])
     def test_tensor_cores_round_nothing(self, shape: tuple[int, ...], narrow: str) -> None:
