@@ -20,7 +20,7 @@ from optimized.change import Change, apply_change, limit, share
 from optimized.inductor import region_source
 from optimized.plan import Enabled, make_knobs
 
-TUNING_S = 12.0  # a change's knobs for the calls of the target's kind, at most
+TUNING_S = 8.0  # a change's knobs for the calls of the target's kind, at most
 
 
 @dataclass(kw_only=True)
