@@ -2,6 +2,7 @@
 bursts audited."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from harness.records import Ceilings
 from harness.sandbox import Sandbox
 from harness.trees import leaves, same_bits
 from harness.workload import Workload
-from tests.harness.judged import TOY, toy
+from tests.harness.judged import toy
 
 REMEMBERS = """
 from optimized.change import Change, Contract, Implementation
@@ -98,9 +99,16 @@ def test_the_audited_burst_is_any_of_the_timed_ones() -> None:
     assert set(seen) == {0, 1, 2, 3}
 
 
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    """One for all candidates here, each in a worker of its own."""
+    with Sandbox(toy().model, toy().device, model=toy().name, limits=Limits()) as sandbox:
+        yield sandbox
+
+
 @pytest.mark.parametrize("what", ["honest", "positions", "contents"])
 def test_what_a_timed_decode_remembers_is_named(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outside, "SLOPE_S", 0.02)
     monkeypatch.setattr("harness.burst_audit.secrets.randbelow", lambda n: n - 1)
@@ -111,10 +119,9 @@ def test_what_a_timed_decode_remembers_is_named(
     path = tmp_path / "remembers.py"
     path.write_text(REMEMBERS.replace("WHAT", line))
     targets = ("decode-bs1", "prefill-8x2048")
-    with Sandbox(toy().model, toy().device, model=toy().name, limits=Limits()) as sandbox:
-        candidate = sandbox.open(str(path))
-        times, audit = latency(sandbox, candidate, str(path), None, toy(), targets)
-        findings = candidate.close()
+    candidate = sandbox.open(str(path))
+    times, audit = latency(sandbox, candidate, str(path), None, toy(), targets)
+    findings = candidate.close()
     assert [(c.step, c.when) for c in audit.calls] == [
         ("decode", "among the timed calls"),
         ("prefill", "among the timed calls"),
@@ -128,22 +135,20 @@ def test_what_a_timed_decode_remembers_is_named(
 
 
 def test_a_step_below_its_floor_is_an_error_in_the_sandbox_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outside, "SLOPE_S", 0.005)
     monkeypatch.setattr(outside, "BLOCKS", 1)
     monkeypatch.setattr("harness.floors.measure_ceilings", lambda device: SLOW)
     path = tmp_path / "honest.py"
     path.write_text(REMEMBERS.replace("WHAT", "pass"))
-    workload = Workload.load(TOY, "toy", "cpu")
-    with Sandbox(workload.model, workload.device, model=TOY, limits=Limits()) as sandbox:
-        candidate = sandbox.open(str(path))
-        small = workload.target("decode-bs1")
-        monkeypatch.setattr(Workload, "toy", False)
-        monkeypatch.setattr(Workload, "target", lambda self, name: small)
-        with pytest.raises(ImpossibleTimeError, match="in the sandbox, took .* need .* on a snail"):
-            latency(sandbox, candidate, str(path), None, workload, ("decode-bs1",))
-        candidate.close()
+    candidate = sandbox.open(str(path))
+    small = toy().target("decode-bs1")
+    monkeypatch.setattr(Workload, "toy", False)
+    monkeypatch.setattr(Workload, "target", lambda self, name: small)
+    with pytest.raises(ImpossibleTimeError, match="in the sandbox, took .* need .* on a snail"):
+        latency(sandbox, candidate, str(path), None, toy(), ("decode-bs1",))
+    candidate.close()
 
 
 SLOW = Ceilings(
