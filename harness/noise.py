@@ -29,7 +29,7 @@ SMALLEST_CHUNK = 16  # partial sums of fewer terms are no kernel's
 CUDA_CORES = 4
 BF16_TERMS = 3  # of 8 bits each hold an FP32 value's 24
 TILE = 128  # rows and columns of a result that one multiprocessor computes
-MOST = 1 << 27  # elements of a widened operand: 256 MiB in BF16
+MOST = 1 << 27  # elements of such an operand of `chained_product`: 256 MiB in BF16
 
 
 def kinds(device: torch.device) -> int:
@@ -224,7 +224,7 @@ def chained_product(a: Tensor, b: Tensor) -> Tensor:
     """
     terms = None if a.dtype in LOW else _as_terms(a, b)
     if a.dtype not in LOW and terms is None:
-        return a @ b
+        return tensor_core_product(a, b)
     x, y = terms or (a, b)
     y = y.repeat(*[1] * (y.ndim - 1), _copies(x, y))
     multiply = torch.mm if x.ndim == 2 else torch.bmm
@@ -243,7 +243,10 @@ def _copies(a: Tensor, b: Tensor) -> int:
 
 def _as_terms(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
     """BF16 operands whose product is that of FP32 a and b, one of which holds BF16 values only: the
-    other's terms, one after the other along the inner dimension. None where there are none."""
+    other's terms, one after the other along the inner dimension. None where there are none, or too
+    many for the memory beside a large model."""
+    if BF16_TERMS * max(a.numel(), b.numel()) > MOST:
+        return None
     for narrow, wide in ((b, a), (a, b)):
         terms = bf16_terms(wide) if narrow.numel() and is_bf16(narrow) else None
         if terms is not None:
