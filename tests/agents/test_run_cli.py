@@ -106,14 +106,15 @@ def test_existing_run_directory_is_not_overwritten(tmp_path, capfd):
 
 
 def test_full_disk_stops_with_one_line_and_keeps_what_was_written(tmp_path):
-    """No file may grow beyond 700 bytes: the ledger fills up as a disk would."""
+    """No file may grow beyond 700 bytes: the ledger fills up as a disk would. No compiled file is
+    written then: Python would leave it cut off, and fail in each later process that reads it."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
 
     directory = tmp_path / "run"
     words = ("--target", "decode-bs1", "--model", TOY, "--run-dir", str(directory))
-    done = run(*words, cwd=tmp_path, preexec=limit)
+    done = run(*words, cwd=tmp_path, preexec=limit, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 2, done.stderr
     assert "free space, then continue with --resume" in done.stderr.splitlines()[-1]
     kinds = [event.kind for event in Ledger.open(directory).events()]
