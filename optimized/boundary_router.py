@@ -14,9 +14,9 @@ L2 cache, and no kernel has to end and another to begin between the two.
 Memory is idle meanwhile, yet asking from here for the next layer's packed projections to come to
 the L2 cache (18 MB of Beam on a TP8 rank) delays the kernel itself, by far more than it saves.
 
-With the knob `closes` one token's layer ends in the experts' last kernel
-(`optimized.closed_layer`). Of many tokens it ends in one kernel for the weighted sum and the
-boundary (`optimized.combined_boundary`), and all before it is as it was.
+Of many tokens a layer ends in one kernel for the weighted sum and the boundary
+(`optimized.combined_boundary`), and all before it is as it was. Of one token that end in the
+experts' last kernel made a decode step 45 us slower (H200, 2026-11-30).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
-from optimized import closed_layer, combined_boundary
+from optimized import combined_boundary
 from optimized.boundary_router_kernel import boundary_router_kernel
 from optimized.change import Change, Contract, Implementation, KnobValue, region_of
 from optimized.residual_boundary import post_kind
@@ -73,22 +73,6 @@ class BoundaryRouterKnobs:
         held = (4 + self.rows) * width // (32 * self.warps)  # values a thread
         whole = not shape["D"] & (shape["D"] - 1)
         return block >= 32 * self.warps and held <= 240 and not (self.split and whole)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerKnobs(BoundaryRouterKnobs):
-    """Of a whole layer: with `closes` the experts' last kernel crosses the boundary after them, of
-    one token."""
-
-    closes: bool = False
-
-    @classmethod
-    def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
-        closes = (False, True) if shape["N"] == 1 else (False,)
-        return {**super().candidates(shape), "closes": closes}
-
-    def is_valid(self, shape: Mapping[str, int]) -> bool:
-        return super().is_valid(shape) and (not self.closes or shape["N"] == 1)
 
 
 def piece(width: int, split: bool) -> int:
@@ -138,10 +122,8 @@ def outside(node: Any, h: Tensor, x: Tensor, router: str, boundary: str) -> str 
     return outside_router(gate, width) or outside_domain(x=x, h=h)
 
 
-def build(node: Any, knobs: LayerKnobs | None):
+def build(node: Any, knobs: BoundaryRouterKnobs | None):
     """The function of `reference.beam.Layer.forward` for a few tokens, and for many."""
-    closes = knobs is not None and knobs.closes and unsupported(node) is None
-    count = closed_layer.counter(node) if closes else None
 
     def forward(h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor):
         if shape(node, h, x)["N"] > MAX_TOKENS:
@@ -152,8 +134,6 @@ def build(node: Any, knobs: LayerKnobs | None):
         scales, eps = (boundary.y_scale, boundary.h_scale), (boundary.eps, boundary.eps)
         h, x, logits = enter(y, h, *norms, None, weight, scales, eps, knobs)
         weights, experts = choose(node.mlp.gate, logits[None])
-        if count is not None:
-            return closed_layer.close(node, x, weights, experts, h, next_norm, count)
         y = node.mlp.experts(x.flatten(0, 1), weights, experts)
         y = node.mlp.rank_sum(y.view_as(x))
         return node.mlp_boundary(y, h, node.post_feedforward_layernorm.weight, next_norm)
@@ -244,7 +224,7 @@ CHANGE = Change(
             devices=("cuda",),
             build=build,
             guard=guard,
-            knobs=LayerKnobs,
+            knobs=BoundaryRouterKnobs,
             shape=shape,
             unsupported=unsupported,
         ),

@@ -8,7 +8,6 @@ import triton
 
 from optimized import experts_cute
 from optimized.change import KnobValue
-from optimized.experts_up import AHEAD_PART
 from optimized.gemv_engines import CUTE, OWN
 from optimized.grouped_experts import GroupedKnobs
 
@@ -18,11 +17,8 @@ MAX_TILE = 8192  # partial sums a program holds, of each matrix
 MAX_HELD = 160  # weights that a thread holds, in half as many registers
 LOOPING = 660  # programs of a loop over tiles: five on each of 132 SMs
 MAX_STAGED = 100_000  # bytes of shared memory a program, so that two fit an SM
-MAX_AHEAD = 32 << 20  # bytes that wait for their reader in the 50 MB of an H200's L2 cache
-MOST_ASKED = 512  # parts of them that a program asks for
 # What says nothing to the CuTe DSL kernels.
 UNSAID = {"up_rows": 1, "up_block": 256, "down_block": 64, "down_held": 0, "down_across": False}
-UNSAID |= {"down_ahead": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +27,6 @@ class ExpertsKnobs:
     has `stages` of a pipelined loop, or 0 for an unrolled one, and a program for every tile of rows
     or `up_programs` that loop over all tiles. The second holds the weights of its first `down_held`
     slots before the first is done, or with its slots `down_across` the threads, so much of each.
-    With `down_ahead` a program that loops asks for its share of the second's weights to come to the
-    L2 cache once it has asked for the last of its own.
 
     `engine` is whose kernels they are. To CuTe DSL's, for one token, `up_stages` are those of a
     warp's ring, `up_programs` always loop, and what says nothing is as in `UNSAID`."""
@@ -47,7 +41,6 @@ class ExpertsKnobs:
     down_held: int
     up_programs: int = 0
     down_across: bool = False
-    down_ahead: bool = False
     engine: str = OWN
 
     @classmethod
@@ -75,7 +68,7 @@ class ExpertsKnobs:
     @classmethod
     def candidates(cls, shape: Mapping[str, int]) -> Mapping[str, Sequence[KnobValue]]:
         engines = experts_cute.offered(shape)
-        choices: dict[str, Sequence[KnobValue]] = {
+        choices = {
             "up_rows": (1, 2, 4, 8),
             "up_block": (256, 512, 1024, 2048),
             "up_warps": (2, 4, 8),
@@ -87,8 +80,6 @@ class ExpertsKnobs:
             "down_held": tuple(sorted({0, shape["K"] // 4, shape["K"] // 2, *_most(shape["K"])})),
             "down_across": (False, True),
         }
-        if _may_come_ahead(shape):
-            choices["down_ahead"] = False, True
         if engines == (OWN,):
             return choices
         return {**choices, "up_programs": (0, 132, *choices["up_programs"][1:]), "engine": engines}
@@ -107,7 +98,6 @@ class ExpertsKnobs:
         return (
             0 <= self.down_held <= shape["K"]
             and (self.up_programs == 0 or self.up_programs > 0 and self.up_stages > 0)
-            and (not self.down_ahead or _may_come_ahead(shape) and self._asks_for_few(shape))
             and staged <= MAX_STAGED
             and held <= MAX_HELD * 32 * self.down_warps
             and all(
@@ -117,23 +107,6 @@ class ExpertsKnobs:
                 for rows, block, width in sizes
             )
         )
-
-    def _asks_for_few(self, shape: Mapping[str, int]) -> bool:
-        """Whether the first kernel loops, in programs enough to share out the second's parts."""
-        parts = shape["P"] * shape["D"] * shape["F"] * 2 // AHEAD_PART
-        return self.up_programs > 0 and parts <= MOST_ASKED * programs(self, shape)
-
-
-def programs(knobs: ExpertsKnobs, shape: Mapping[str, int]) -> int:
-    """How many of the first kernel loop over the tiles."""
-    return min(knobs.up_programs, shape["P"] * triton.cdiv(shape["F"], knobs.up_rows))
-
-
-def _may_come_ahead(shape: Mapping[str, int]) -> bool:
-    """Whether one token's down weights are in whole parts and fit the L2 cache until they are read;
-    more tokens' experts may be the same ones."""
-    matrix = shape["D"] * shape["F"] * 2
-    return shape["P"] == shape["K"] and not matrix % AHEAD_PART and shape["P"] * matrix <= MAX_AHEAD
 
 
 def _most(slots: int) -> tuple[int, int]:

@@ -103,29 +103,23 @@ def _in_slots(values, ROWS: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def ask_for_sectors(pointers):
-    """Let what each pointer points to come to the L2 cache, with the 32 bytes that it lies in."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _ask_for_rest(lines_ptr, F: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr):
     """Let the columns from `FIRST` on of some lines [LINES, 1] come to the L2 cache."""
     if PDL:
         for first in tl.static_range(FIRST, F, 128):  # pyright: ignore[reportGeneralTypeIssues]
             sector = tl.minimum(first + tl.arange(0, 8)[None, :] * 16, F - 1)
-            ask_for_sectors(lines_ptr + sector)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [(lines_ptr + sector).to(tl.int64)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @triton.jit
-def down_across(
+def experts_down_across_kernel(
     hidden_ptr,
     weights_ptr,
     experts_ptr,
@@ -145,6 +139,7 @@ def down_across(
     """A tile has a line for each of `ROWS` rows and `SLOTS` slots, the slots of a row one after the
     other; the first `HELD` pieces of F are loaded before the previous kernel is done, and what is
     left is on its way to the L2 cache."""
+    let_next_start(PDL)
     PIECES: tl.constexpr = (F + BLOCK - 1) // BLOCK
     token = tl.program_id(0).to(tl.int64)
     line = tl.arange(0, ROWS * SLOTS)[:, None]
@@ -183,26 +178,3 @@ def down_across(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     total = (total * scale).to(tl.bfloat16)
     tl.store(out_ptr + token * D + rows, total, mask=rows < D)
-
-
-@triton.jit
-def experts_down_across_kernel(
-    hidden_ptr,
-    weights_ptr,
-    experts_ptr,
-    weight_ptr,
-    out_ptr,
-    weights_stride,
-    scale,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    given = hidden_ptr, weights_ptr, experts_ptr, weight_ptr, out_ptr, weights_stride, scale
-    down_across(*given, TOP_K, SLOTS, D, F, ROWS, BLOCK, HELD, PDL)

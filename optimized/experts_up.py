@@ -17,9 +17,6 @@ from torch import Tensor
 
 from optimized.triton_support import launch, let_next_start, previous_is_done, silu_fp32
 
-AHEAD_PART = 2048  # bytes of the down weights that are asked for at once
-PART = tl.constexpr(AHEAD_PART)
-
 
 @triton.jit
 def _once(pointer, inside):
@@ -100,79 +97,6 @@ def experts_up_kernel(
 
 
 @triton.jit
-def _ask_for(place, wanted, BYTES: tl.constexpr):
-    """Let `BYTES` from each address that is `wanted` on come to the L2 cache: a thread's part is
-    one instruction that keeps no register, where lines asked for one by one are 64 of each."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.s32 p, $3, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, $2;
-        }""",
-        "=r,l,r,r",
-        [place, tl.full(place.shape, BYTES, tl.int32), wanted.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _loop(
-    x_ptr,
-    experts_ptr,
-    weight_ptr,
-    hidden_ptr,
-    down_ptr,
-    x_stride,
-    pairs,
-    TOP_K: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    LANES: tl.constexpr,
-    PDL: tl.constexpr,
-    ROUNDED: tl.constexpr,
-):
-    """Every tile that is this program's number plus a multiple of the number of programs. `LANES`
-    threads or more, or 0, ask for as many parts of the down weights."""
-    previous_is_done(PDL)
-    let_next_start(PDL)  # only now: the next kernel reads what this one has waited for
-    TILES: tl.constexpr = (F + ROWS - 1) // ROWS
-    PIECES: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    AHEAD: tl.constexpr = PDL and LANES > 0
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    if AHEAD:
-        PARTS: tl.constexpr = D * F * 2 // PART
-        part = program + programs * tl.arange(0, LANES)
-        wanted = part < pairs * PARTS
-        expert = tl.load(experts_ptr + part // PARTS, mask=wanted, other=0)
-        ahead = (down_ptr + expert * (D * F)).to(tl.int64) + part % PARTS * PART
-    steps = tl.cdiv(pairs * TILES - program, programs) * PIECES
-    gates, ups = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
-    for step in tl.range(0, steps, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-        tile, piece = program + step // PIECES * programs, step % PIECES
-        pair = tile // TILES
-        row = tile % TILES * ROWS + tl.arange(0, ROWS)
-        x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_stride
-        gate_rows = weight_ptr + tl.load(experts_ptr + pair) * (2 * F * D) + row[:, None] * D
-        in_rows = (row < F)[:, None]
-        first = piece * BLOCK
-        gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
-        if piece == PIECES - 1:
-            tl.store(hidden_ptr + pair * F + row, _activated(gates, ups, ROUNDED), mask=row < F)
-            gates = tl.zeros([ROWS, BLOCK], tl.float32)
-            ups = tl.zeros([ROWS, BLOCK], tl.float32)
-        if AHEAD:
-            # A step asks for the weights of the one `STAGES` - 1 later: here for the last ones.
-            if step == tl.maximum(steps - STAGES, 0):
-                _ask_for(ahead, wanted, PART)
-
-
-@triton.jit
 def experts_up_loop_kernel(
     x_ptr,
     experts_ptr,
@@ -189,57 +113,36 @@ def experts_up_loop_kernel(
     PDL: tl.constexpr,
     ROUNDED: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
 ):
-    """Programs that loop over the tiles."""
-    given = x_ptr, experts_ptr, weight_ptr, hidden_ptr, weight_ptr, x_stride, pairs
-    _loop(*given, TOP_K, D, F, ROWS, BLOCK, STAGES, 0, PDL, ROUNDED)
-
-
-@triton.jit
-def experts_up_ahead_kernel(
-    x_ptr,
-    experts_ptr,
-    weight_ptr,
-    hidden_ptr,
-    down_ptr,
-    x_stride,
-    pairs,
-    TOP_K: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    LANES: tl.constexpr,
-    PDL: tl.constexpr,
-    ROUNDED: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
-):
-    """The same, and behind a program's last loads its share of the chosen experts' down weights
-    [E, D, F] comes to the L2 cache, while memory would idle until the next kernel has room."""
-    given = x_ptr, experts_ptr, weight_ptr, hidden_ptr, down_ptr, x_stride, pairs
-    _loop(*given, TOP_K, D, F, ROWS, BLOCK, STAGES, LANES, PDL, ROUNDED)
-
-
-def ahead_lanes(pairs: int, width: int, inner: int, programs: int, warps: int) -> int:
-    """Threads enough for a program's share of the parts, one of each; no fewer than it has, so that
-    none repeats another's part."""
-    share = triton.cdiv(pairs * width * inner * 2 // AHEAD_PART, programs)
-    return max(32 * warps, triton.next_power_of_2(share))
+    """Every tile that is this program's number plus a multiple of the number of programs."""
+    previous_is_done(PDL)
+    let_next_start(PDL)  # only now: the next kernel reads what this one has waited for
+    TILES: tl.constexpr = (F + ROWS - 1) // ROWS
+    PIECES: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    steps = tl.cdiv(pairs * TILES - program, programs) * PIECES
+    gates, ups = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        tile, piece = program + step // PIECES * programs, step % PIECES
+        pair = tile // TILES
+        row = tile % TILES * ROWS + tl.arange(0, ROWS)
+        x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_stride
+        gate_rows = weight_ptr + tl.load(experts_ptr + pair) * (2 * F * D) + row[:, None] * D
+        in_rows = (row < F)[:, None]
+        first = piece * BLOCK
+        gates, ups = _multiply(x_row, gate_rows, first, in_rows, gates, ups, D, F, ROWS, BLOCK)
+        if piece == PIECES - 1:
+            tl.store(hidden_ptr + pair * F + row, _activated(gates, ups, ROUNDED), mask=row < F)
+            gates = tl.zeros([ROWS, BLOCK], tl.float32)
+            ups = tl.zeros([ROWS, BLOCK], tl.float32)
 
 
 def experts_up(
-    x: Tensor,
-    experts: Tensor,
-    weight: Tensor,
-    knobs: Mapping[str, int],
-    *,
-    rounded: bool,
-    ahead: Tensor | None = None,
+    x: Tensor, experts: Tensor, weight: Tensor, knobs: Mapping[str, int], *, rounded: bool
 ) -> Tensor:
     """x [N, D] BF16 with contiguous rows, experts [N, K] int64, weight [E, 2 F, D] -> [P, F] BF16.
 
     `knobs` are the `rows` of a tile, the `block` of D at a time, `stages`, `warps`, and how many
-    `programs` loop over the tiles, or 0; with `rounded` silu(gate) is rounded, too. Programs that
-    loop ask for the chosen experts of down weights `ahead` [E, D, F], 16-byte aligned."""
+    `programs` loop over the tiles, or 0; with `rounded` silu(gate) is rounded, too."""
     inner, width = weight.shape[1] // 2, weight.shape[2]
     pairs, top_k = experts.numel(), experts.shape[1]
     hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
@@ -249,14 +152,9 @@ def experts_up(
     blocks: dict[str, Any] = {"TOP_K": top_k, "D": width, "F": inner, "ROWS": knobs["rows"]}
     blocks |= {"BLOCK": knobs["block"], "STAGES": knobs["stages"], "ROUNDED": rounded}
     given = x, experts, weight, hidden, x.stride(0)
-    blocks |= {"num_warps": knobs["warps"]}
-    count = min(programs, pairs * tiles)
-    if not programs:
-        launch(experts_up_kernel, (pairs, tiles), *given, **blocks)
-    elif ahead is None:
-        launch(experts_up_loop_kernel, (count,), *given, pairs, **blocks)
+    if programs:
+        grid, given = (min(programs, pairs * tiles),), (*given, pairs)
+        launch(experts_up_loop_kernel, grid, *given, num_warps=knobs["warps"], **blocks)
     else:
-        blocks |= {"LANES": ahead_lanes(pairs, width, inner, count, knobs["warps"])}
-        given = x, experts, weight, hidden, ahead, x.stride(0)
-        launch(experts_up_ahead_kernel, (count,), *given, pairs, **blocks)
+        launch(experts_up_kernel, (pairs, tiles), *given, num_warps=knobs["warps"], **blocks)
     return hidden

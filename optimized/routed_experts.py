@@ -11,10 +11,9 @@ feed-forward width. All rounding points are kept; none is added.
 Few pairs: two kernels that read the chosen experts' weights in place, 3 F D BF16 values a pair: 79
 MB for the 8 pairs of a token at D = 5120, F = 320, 18 us at an H200's 4.33 TB/s (2026-11-29). What
 counts is how many loads are in flight: rows of the matrices are spread over several thread blocks
-an SM, and the second kernel holds its weights in registers before the first is done; the first may
-ask for them, too, behind its own (knob `down_ahead`). The knob `engine` may name two kernels in
-CuTe DSL for one token instead (`optimized.experts_cute`). A layer of one token may end in the
-second kernel (`optimized.experts_down_close`).
+an SM, and the second kernel holds its weights in registers before the first is done. Asking for all
+of them in the first, behind its own, made a decode step 95 us slower (H200, 2026-11-30). The knob
+`engine` may name two kernels in CuTe DSL for one token instead (`optimized.experts_cute`).
 
 Many pairs: sorted by expert for grouped matrix products (`grouped_experts`), whose results are not
 put back in order; the weighted sum reads them where they are.
@@ -33,15 +32,8 @@ from optimized.change import Change, Contract, Implementation
 from optimized.combine import weighted_sum
 from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, RoutedKnobs
 from optimized.experts_down import experts_down_across_kernel, experts_down_kernel
-from optimized.experts_down_close import MOST_VALUES, Closing, experts_down_close_kernel
-from optimized.experts_up import (
-    ahead_lanes,
-    experts_up,
-    experts_up_ahead_kernel,
-    experts_up_kernel,
-    experts_up_loop_kernel,
-)
-from optimized.gemv_engines import OWN, CannotServe
+from optimized.experts_up import experts_up, experts_up_kernel, experts_up_loop_kernel
+from optimized.gemv_engines import OWN
 from optimized.grouped_experts import GroupedKnobs, grouped_experts
 from optimized.triton_support import (
     OfflineCase,
@@ -101,78 +93,40 @@ def build(node: Any, knobs: ExpertsKnobs | GroupedKnobs | None):
 
 
 def few(
-    node: Any,
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    knobs: ExpertsKnobs | None,
-    closing: Closing | None = None,
+    node: Any, x: Tensor, weights: Tensor, experts: Tensor, knobs: ExpertsKnobs | None
 ) -> Tensor:
-    """What the experts give few pairs [N, D]; `closing` is the boundary after it, which the second
-    kernel crosses, too, where `cannot_close` has no reason against it."""
     sizes = shape(node, x, weights, experts)
     chosen = knobs or ExpertsKnobs.heuristic(sizes)
     out = torch.empty((len(experts), sizes["D"]), dtype=x.dtype, device=x.device)
     if sizes["P"] == 0:
         return out
-    if (chosen.engine != OWN or chosen.down_ahead) and not chosen.is_valid(sizes):
-        raise ValueError(f"{chosen} do not fit the experts of {sizes}; tune it again")
     if chosen.engine != OWN:
+        if not chosen.is_valid(sizes):
+            raise ValueError(f"{chosen} do not fit the experts of {sizes}; tune it again")
         matrices = node.gate_up_proj, node.down_proj
         experts_cute.compute(x, weights, experts, *matrices, out, node.combine.scale, chosen)
         return out
-    hidden = _up(node, x, experts, chosen)
-    _down(node, hidden, weights, experts, out, chosen, sizes, closing)
-    return out
-
-
-def _up(node: Any, x: Tensor, experts: Tensor, knobs: ExpertsKnobs) -> Tensor:
-    if knobs.down_ahead and node.down_proj.data_ptr() % 16:
-        raise CannotServe("down_proj is not 16-byte aligned; choose down_ahead = false")
     names = "rows", "block", "stages", "warps", "programs"
-    given = {name: getattr(knobs, f"up_{name}") for name in names}
-    ahead = node.down_proj if knobs.down_ahead else None
-    return experts_up(x, experts, node.gate_up_proj, given, rounded=False, ahead=ahead)
-
-
-def _down(
-    node: Any,
-    hidden: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    out: Tensor,
-    knobs: ExpertsKnobs,
-    sizes: Mapping[str, int],
-    closing: Closing | None,
-) -> None:
-    blocks: dict[str, Any] = {"TOP_K": sizes["K"], "D": sizes["D"], "F": sizes["F"]}
-    blocks |= down_blocks(knobs, sizes)
-    blocks |= {"num_warps": knobs.down_warps, "registers": down_registers(knobs, sizes)}
-    grid = len(experts), triton.cdiv(sizes["D"], knobs.down_rows)
-    given = hidden, weights, experts, node.down_proj, out
-    numbers = row_stride(weights), node.combine.scale
-    if closing is None:
-        kernel = experts_down_across_kernel if knobs.down_across else experts_down_kernel
-        launch(kernel, grid, *given, *numbers, **blocks)
-        return
-    numbers = *numbers, *closing.scales, *closing.eps
-    blocks |= {"PIECE": closing.piece}
-    launch(experts_down_close_kernel, grid, *given, *closing.pointers, *numbers, **blocks)
-
-
-def cannot_close(sizes: Mapping[str, int], knobs: ExpertsKnobs | None, piece: int) -> str | None:
-    """Why the second kernel cannot cross the boundary after it with these knobs, its rows held in
-    pieces, or None."""
-    chosen = knobs or ExpertsKnobs.heuristic(sizes)
-    if sizes["P"] != sizes["K"]:
-        return f"{sizes['P'] // sizes['K']} tokens, the kernel closes the layer of one"
-    if chosen.engine != OWN or not chosen.down_across:
-        return f"the experts have engine {chosen.engine!r}, down_across {chosen.down_across}"
-    threads = 32 * chosen.down_warps
-    width = piece * triton.cdiv(sizes["D"], piece)
-    if width > MOST_VALUES * threads:
-        return f"down_warps = {chosen.down_warps} for {width} values in pieces of {piece}"
-    return None
+    up = {name: getattr(chosen, f"up_{name}") for name in names}
+    hidden = experts_up(x, experts, node.gate_up_proj, up, rounded=False)
+    launch(
+        experts_down_across_kernel if chosen.down_across else experts_down_kernel,
+        (len(experts), triton.cdiv(sizes["D"], chosen.down_rows)),
+        hidden,
+        weights,
+        experts,
+        node.down_proj,
+        out,
+        row_stride(weights),
+        node.combine.scale,
+        TOP_K=sizes["K"],
+        D=sizes["D"],
+        F=sizes["F"],
+        **down_blocks(chosen, sizes),
+        num_warps=chosen.down_warps,
+        registers=down_registers(chosen, sizes),
+    )
+    return out
 
 
 def down_blocks(knobs: ExpertsKnobs, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -194,11 +148,9 @@ def down_registers(knobs: ExpertsKnobs, sizes: Mapping[str, int]) -> int | None:
 
 def offline_cases() -> list[OfflineCase]:
     """Beam whole, and on one of two and one of eight tensor-parallel ranks."""
-    rows = "hidden_ptr", "weight_ptr", "out_ptr", "x_ptr", "down_ptr", "h_ptr", "h_out_ptr"
-    kinds = dict.fromkeys((*rows, "x_out_ptr", "post_ptr", "pre_ptr"), "*bf16")
-    kinds |= {"weights_ptr": "*fp32", "experts_ptr": "*i64", "counter_ptr": "*i32"}
-    kinds |= {"x_stride": "i32:16", "pairs": "i32", "weights_stride": "i32"}
-    kinds |= dict.fromkeys(("scale", "y_scale", "h_scale", "post_eps", "eps"), "fp32")
+    kinds = dict.fromkeys(("x_ptr", "weight_ptr", "hidden_ptr", "out_ptr"), "*bf16")
+    kinds |= {"weights_ptr": "*fp32", "experts_ptr": "*i64", "x_stride": "i32:16"}
+    kinds |= {"pairs": "i32", "weights_stride": "i32", "scale": "fp32"}
     cases = []
 
     def add(kernel: Any, warps: int, registers: int | None = None, **values: Any) -> None:
@@ -217,16 +169,10 @@ def offline_cases() -> list[OfflineCase]:
         add(experts_down_kernel, knobs.down_warps, **sizes, **plain)
         if inner != 320:
             continue
-        lanes = ahead_lanes(8, 5120, inner, knobs.up_programs, knobs.up_warps)
-        add(experts_up_ahead_kernel, knobs.up_warps, **up, LANES=lanes)
         across = replace(knobs, down_held=7, down_rows=8, down_block=64)
         down = {**sizes, **down_blocks(across, {"K": 8, "F": inner})}
         most = down_registers(across, {"P": 8, "K": 8, "D": 5120})
         add(experts_down_across_kernel, across.down_warps, most, **down)
-        # Four pieces held spill 16 bytes on sm_100, and none on sm_90.
-        down |= down_blocks(replace(across, down_held=6), {"K": 8, "F": inner})
-        for piece in (8192, 1024):
-            add(experts_down_close_kernel, across.down_warps, most, **down, PIECE=piece)
     return cases
 
 

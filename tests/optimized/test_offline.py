@@ -68,7 +68,7 @@ def test_nothing_but_weights_is_touched_before_the_previous_kernel_is_done(rows)
     assert len(waiting) == len(used)
     assert {r.stores_before_wait for _, r in waiting} == {0}
     early = {"residual_boundary_kernel", "gemv_kernel"}
-    early |= {"experts_down_kernel", "experts_down_across_kernel", "experts_down_close_kernel"}
+    early |= {"experts_down_kernel", "experts_down_across_kernel"}
     early |= {"boundary_router_kernel", "gated_projection_kernel", "router_choose_kernel"}
     early |= {"step_attention_kernel", "step_stream_kernel"}  # positions of earlier steps
     early |= {"combine_gate_kernel"}

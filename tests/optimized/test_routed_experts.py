@@ -1,17 +1,12 @@
 """The experts' kernels against the reference: four roundings, ragged sizes, repeated experts."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from optimized.expert_knobs import MAX_PAIRS, ExpertsKnobs, programs
-from optimized.experts_up import AHEAD_PART, ahead_lanes
-from optimized.routed_experts import CHANGE, few
+from optimized.routed_experts import CHANGE, MAX_PAIRS, ExpertsKnobs
 from reference.beam import Experts, configs
 from tests.optimized.kernel_checks import (
     DEVICE,
@@ -145,63 +140,6 @@ def test_programs_that_loop_over_tiles_change_nothing(tokens, programs):
     assert same_bits(found, alone) and found.abs().sum() > 0
 
 
-def ahead(slots=2, width=128, inner=16, pairs=None, **knobs):
-    """(shape, knobs) of one token's experts whose programs ask for the down weights."""
-    sizes = {"P": pairs or slots, "K": slots, "D": width, "F": inner}
-    start = replace(ExpertsKnobs.heuristic(sizes), up_programs=3)
-    return sizes, replace(start, **{"down_ahead": True, **knobs})
-
-
-def test_down_weights_asked_for_ahead_change_nothing():
-    reference, x, experts = node(8, 128, 16), bf16(1, 128), choices(1, 2, 8)
-    sizes, knobs = ahead()
-    assert knobs.is_valid(sizes)
-    found, alone = (
-        run_triton(CHANGE, reference, x, shares(experts), experts, knobs=k)
-        for k in (knobs, replace(knobs, down_ahead=False))
-    )
-    assert same_bits(found, alone) and found.abs().sum() > 0
-
-
-BEAM = {"slots": 8, "width": 5120, "inner": 320, "up_programs": 660}
-
-
-@pytest.mark.parametrize(
-    ("given", "valid", "offered"),
-    [
-        (BEAM, True, True),
-        (BEAM | {"up_programs": 264}, True, True),
-        (BEAM | {"up_programs": 64}, True, True),  # 200 parts a program of 128 threads
-        (BEAM | {"up_programs": 0}, False, True),
-        (BEAM | {"up_programs": 20}, False, True),  # 640 parts a program
-        (BEAM | {"pairs": 16, "inner": 160}, False, False),  # two tokens
-        (BEAM | {"inner": 1280}, False, False),  # 105 MB
-        (BEAM | {"width": 5000}, False, False),  # 1562.5 parts
-    ],
-    ids=["beam", "fewer", "few", "no-loop", "too-few", "tokens", "large", "uneven"],
-)
-def test_where_down_weights_are_asked_for(given, valid, offered):
-    sizes, knobs = ahead(**given)
-    assert replace(knobs, down_ahead=False).is_valid(sizes) and knobs.is_valid(sizes) == valid
-    assert ("down_ahead" in ExpertsKnobs.candidates(sizes)) == offered
-    assert not ExpertsKnobs.heuristic(sizes).down_ahead
-    if valid:
-        parts, count = 8 * 5120 * 320 * 2 // AHEAD_PART, programs(knobs, sizes)
-        lanes = ahead_lanes(8, 5120, 320, count, 4)
-        assert lanes >= 128 and parts <= count * lanes < 8 * parts
-
-
-@pytest.mark.parametrize(
-    ("knobs", "says"), [({"up_programs": 0}, "do not fit the experts"), ({}, "16-byte aligned")]
-)
-def test_down_weights_that_cannot_be_asked_for_are_an_error(knobs, says):
-    reference, experts = node(8, 128, 16), choices(1, 2, 8)
-    room = torch.zeros(reference.down_proj.numel() + 1, dtype=torch.bfloat16, device=DEVICE)
-    reference.down_proj.data = room[1:].view(reference.down_proj.shape)
-    with pytest.raises(ValueError, match=says):
-        few(reference, bf16(1, 128), shares(experts), experts, ahead(**knobs)[1])
-
-
 @pytest.mark.parametrize(("tokens", "slots", "inner", "held"), [(1, 4, 40, 3), (2, 3, 33, 0)])
 def test_slots_across_threads_change_nothing(tokens, slots, inner, held):
     reference, x, experts = node(8, 70, inner), bf16(tokens, 70), choices(tokens, slots, 8)
@@ -248,55 +186,6 @@ def test_guard_says_why():
     assert "bfloat16" in refusal(CHANGE, reference, x, weights.bfloat16(), experts)
     assert "contiguous" in refusal(CHANGE, reference, bf16(2, 128)[:, ::2], weights, experts)
     assert "torch.float32" in refusal(CHANGE, reference, x.float(), weights, experts)
-
-
-ORDER = """
-import re
-from optimized import offline
-from optimized.routed_experts import offline_cases
-
-def order(cubin, ptx, shared):
-    words = r"bulk\\.prefetch|cp\\.async\\.cg|Loop Header|bar\\.sync|[ad]\\w*\\.global[.\\w]*"
-    words += r"|\\b(?:ld|st)\\.global"
-    print(kernel.__name__, *(word.replace(" ", "-") for word in re.findall(words, ptx)))
-
-offline._nvidia = order
-for kernel, *case, warps, registers in offline_cases():
-    if kernel.__name__ in ("experts_up_ahead_kernel", "experts_down_close_kernel"):
-        offline.resources(kernel, *case, "sm_90", warps, registers)
-"""
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """What the kernels do with memory, in order, in the code for an H200."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.getcwd()}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    command = [sys.executable, "-c", ORDER]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [line.split() for line in done.stdout.splitlines()]
-
-
-def test_down_weights_are_asked_for_behind_a_programs_own(compiled):
-    """A step of the loop asks for the weights `STAGES` - 1 = 4 steps later, five copies, and then,
-    if those are the last ones, for the down weights."""
-    (found,) = [words for words in compiled if words[0] == "experts_up_ahead_kernel"]
-    begin = found.index("Loop-Header")
-    assert [found[:begin].count("cp.async.cg"), found[begin:].count("cp.async.cg")] == [20, 5]
-    assert found.count("bulk.prefetch") == 1
-    assert "cp.async.cg" not in found[found.index("bulk.prefetch") :]
-
-
-def test_the_last_program_reads_what_all_have_written(compiled):
-    """Its stores, a barrier, the one addition that releases and acquires, a barrier, its loads."""
-    found = [words for words in compiled if words[0] == "experts_down_close_kernel"]
-    assert len(found) == 2
-    for words in found:
-        at = words.index("atom.global.gpu.acq_rel.add.u32")
-        assert words[at - 2 : at] == ["st.global", "bar.sync"] and words[at + 1] == "bar.sync"
-        assert "ld.global" in words[at:] and words[:at].count("st.global") == 1
 
 
 def test_heuristic_is_valid():
