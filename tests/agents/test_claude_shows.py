@@ -66,14 +66,14 @@ STEPS = (
 class Shown(NamedTuple):
     upstream: Path  # a clone that holds this very tree in a commit
     mine: Path  # the user's clone, in which work goes on; the run's files are its own
-    before: dict[str, bytes]  # all that was in it
+    before: dict[str, bytes]  # all that was in it, without Python's caches
     run: Path
     asked: int  # answers that were paid for
     said: str  # by all lives of the run
 
 
 def state(root: Path) -> dict[str, bytes]:
-    files = (p for p in root.rglob("*") if p.is_file())
+    files = (p for p in root.rglob("*") if p.is_file() and p.parent.name != "__pycache__")
     return {str(p.relative_to(root)): p.read_bytes() for p in files}
 
 
