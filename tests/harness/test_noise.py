@@ -108,11 +108,11 @@ def test_one_long_sum_on_tensor_cores_is_noisier_than_a_split_one() -> None:
     exact = p.double() @ v.double()
     terms = _as_terms(p, v.float())
     assert terms is not None and terms[0].shape == (48, 3 * 2048)
-    assert torch.allclose(terms[0].double() @ terms[1].double(), exact, rtol=1e-6)
 
     def error(x: Any) -> float:
         return float((x - exact).norm() / exact.norm())
 
+    assert error(terms[0].double() @ terms[1].double()) < EPS
     chain = error(emulated(*terms))
     apart = error(sum(emulated(x, y) for x, y in zip(*_thirds(terms), strict=True)))
     assert 3 < chain / apart < 6
