@@ -138,7 +138,12 @@ def load_plan(given: str | None, model: str, device: str) -> Plan | None:
     path = ROOT / place(model, device) if given == AUTO else Path(given)
     if given == AUTO and not path.exists():
         raise UserError(f"there is no {path.relative_to(ROOT)}; name a plan's file, or a run")
-    path = path / "plan.toml" if path.is_dir() else path
+    if path.is_dir():
+        folder, path = path, path / "plan.toml"
+        if not path.exists():
+            raise UserError(
+                f"{folder} has no plan.toml, for nothing was kept there; name another run"
+            )
     try:
         return Plan.load(path)
     except ValueError as error:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from harness.command_peers import load_plan
+from harness.errors import UserError
 from optimized.catalog import changes
 from optimized.change import nodes, share
 from optimized.plan import Enabled, Plan
@@ -60,3 +62,11 @@ def test_a_file_that_is_no_plan_is_one_line(text, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match="is not a plan"):
         Plan.load(path)
+
+
+def test_a_run_that_kept_nothing_has_no_plan(tmp_path):
+    with pytest.raises(UserError, match="has no plan.toml, for nothing was kept there"):
+        load_plan(str(tmp_path), "beam", "cpu")
+    Plan(model="beam", device="cpu", changes=()).save(tmp_path / "plan.toml")
+    loaded = load_plan(str(tmp_path), "beam", "cpu")
+    assert loaded is not None and loaded.changes == ()
