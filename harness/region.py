@@ -29,6 +29,7 @@ from harness.cases import (
 from harness.examine import Examination, Prepared
 from harness.explain import Sample
 from harness.nodes import one_of_each, pick_nodes
+from harness.noise import kinds
 from harness.observe import Observed, checksums
 from harness.operators import is_real
 from harness.policy import Policy
@@ -121,7 +122,7 @@ class RegionCases:
             derived_from=one_of_each(reference, called, seed),
             recorded=recorded,
             seed=seed,
-            runs=max(2, -(-policy.permutations // max(1, len(recorded)))),
+            runs=max(kinds(workload.device), -(-policy.permutations // max(1, len(recorded)))),
             limit_bytes=limit_bytes,
             keep=keep,
             refusal=refusal,
