@@ -26,6 +26,7 @@ from harness.executors.crew import AGAIN, Crew, Lost, Worker
 CPU = "cpu"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 JOIN_S = 20.0  # for workers to close what they hold
+ORPHAN_S = 1.0  # for one that waits to see that its parent is gone; one at work is ended then
 # Many processes that compile must not start a process for each core, every one of them.
 SET = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
@@ -151,7 +152,10 @@ def _ctrl_c_is_the_parents() -> Iterator[None]:
 
 def _work(connection: Connection, environment: dict[str, str]) -> None:
     """The worker: first what to start, then one job after the other until the parent is gone."""
-    die_with_parent()
+    die_with_parent()  # the server, which outlives the parent as long as it has a worker
+    threading.Thread(
+        target=_die_with, args=(multiprocessing.parent_process(),), daemon=True
+    ).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ.clear()
@@ -167,6 +171,13 @@ def _work(connection: Connection, environment: dict[str, str]) -> None:
             raise
         except Exception as error:  # noqa: BLE001 - raised again in the parent
             connection.send((False, portable.packed(error)))
+
+
+def _die_with(parent: Any) -> None:
+    """End this process, whatever it is at, when `parent` has ended."""
+    wait([parent.sentinel])
+    time.sleep(ORPHAN_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _done(run: Callable[[Any], Any], state: Any) -> tuple[bool, Any]:

@@ -4,6 +4,8 @@ import contextlib
 import functools
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from harness.executors.base import Done, Job
 from harness.executors.here import Here
 from harness.executors.local import CPU, Local
 from harness.executors.ray import address_of
+from tests.layout import ROOT
 
 LONG_S = 60.0
 
@@ -116,6 +119,33 @@ def test_a_killed_workers_job_runs_elsewhere_and_nothing_else_is_lost(tmp_path: 
     assert waits.worker is not None and waits.worker.name != lost
     assert lost not in names and len(names) == 2  # another took its place
     assert all(d.losses == () for d in found.values())
+
+
+@pytest.mark.parametrize("make", ["local_two", "apart"])
+def test_a_worker_ends_with_its_parent_in_the_middle_of_a_job(tmp_path: Path, make: str) -> None:
+    program = (
+        "import functools, pathlib, tests.harness.test_executors as t\n"
+        f"run = functools.partial(t.marked, pathlib.Path({str(tmp_path)!r}))\n"
+        f"list(t.{make}(t.start).run([t.job(run)]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as parent:
+        until = time.monotonic() + LONG_S
+        while not (marks := list(tmp_path.iterdir())) and time.monotonic() < until:
+            time.sleep(0.01)
+        (worker,) = (int(mark.name) for mark in marks)
+        assert is_alive(worker)
+        parent.kill()
+    until = time.monotonic() + LONG_S / 2
+    while is_alive(worker) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not is_alive(worker)
+
+
+def is_alive(process: int) -> bool:
+    """And no zombie, which its new parent need not have noticed yet."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
 
 
 def test_a_job_that_ends_its_worker_is_given_up_after_three(tmp_path: Path) -> None:
