@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.noise import (
+    CHAIN,
     Perturbation,
     _as_terms,
     _copies,
@@ -135,6 +136,31 @@ def test_a_product_is_widened_until_a_card_is_full(
     a, b = draw(rows, 64).bfloat16(), draw(64, columns, seed=1).bfloat16()
     assert _copies(a, b) == copies
     assert torch.equal(chained_product(a, b), a @ b)
+
+
+def test_what_fills_a_card_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a model's head are as large as what is free beside it."""
+    card = SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(Tensor, "repeat", None)
+    a, b = draw(9, 64).bfloat16(), draw(64, 128, seed=1).bfloat16()
+    assert torch.equal(chained_product(a, b), a @ b)
+
+
+def test_only_sums_that_tensor_cores_may_compute_are_chained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FP64 sums stay FP64, BF16 values or not; no result has no terms; a tensor of a GPU model
+    that is on the CPU is only reordered."""
+    card = SimpleNamespace(multi_processor_count=1)
+    a, b = draw(4, 32).bfloat16().double(), draw(32, 8, seed=1).bfloat16().double()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+        assert torch.equal(chained_product(a, b), a @ b)
+    assert _as_terms(a.float()[:0], b.float()) is None
+    a, b = a.bfloat16(), b.bfloat16()
+    found = Perturbation(Noise(seed=0, kind=CHAIN)).product(a, b)
+    assert (found.float() - (a.double() @ b.double())).abs().max() < 0.1
 
 
 @pytest.mark.gpu
