@@ -79,7 +79,7 @@ def tune(
         chosen = {key: fastest[0] for key, fastest in found.items() if fastest}
     else:
         totals_us = {one.key: weight for one, weight in zip(tuned, weights, strict=True)}
-        spaces = {one.key: one.space for one in tuned}
+        spaces = {one.key: one.space for one in tuned if found[one.key]}
         chosen = in_step(found, heuristics, totals_us, step_us, spaces=spaces, seconds=seconds)
     return {key: values for key, values in chosen.items() if values != heuristics[key]}
 

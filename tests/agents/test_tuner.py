@@ -203,9 +203,20 @@ def test_a_shape_that_is_hardly_any_of_a_region_keeps_the_heuristics_knobs(tmp_p
         patch.setattr(tuner, "search", searched)
         patch.setattr(tuner._Tuned, "time_us", lambda self, values: times[self.key])
         studies = Studies(tmp_path / "optuna.journal")
-        found = tune(model, CHANGE, "torch", lambda: None, studies=studies, seconds=9.0)
+        given = {"studies": studies, "seconds": 9.0}
+        found = tune(model, CHANGE, "torch", lambda: None, **given)
+        patch.setattr(Space, "switches", lambda _: ["ms"])
+        patch.setattr(Delay, "is_valid", lambda *_: True)
+        steps = []
+
+        def step_us(knobs) -> float:
+            steps.append({key: values["ms"] for key, values in knobs.items()})
+            return 50.0 - len(steps)  # so short that a rare shape's calls are some of it
+
+        tune(model, CHANGE, "torch", lambda: None, step_us=step_us, **given)
     assert found == {"F=512": {"ms": 1}}
-    assert [name.split(":")[-1] for name in asked] == ["F=512"]
+    assert [name.split(":")[-1] for name in asked] == ["F=512"] * 2
+    assert len(steps) > 1 and {tried["F=8"] for tried in steps} == {4}
 
 
 def wide(valid=lambda values: (values["x"] + values["y"]) % 4 == 0) -> Space:
