@@ -237,7 +237,8 @@ def chained_product(a: Tensor, b: Tensor) -> Tensor:
 
 def _copies(a: Tensor, b: Tensor) -> int:
     """Of b's columns, so that the result has a tile for each of the card's multiprocessors and no
-    sum has to be split."""
+    sum has to be split; fewer where they would be more than `MOST` elements, and then one may be.
+    """
     tiles = a.shape[:-2].numel() * -(-a.shape[-2] // TILE)
     card = torch.cuda.get_device_properties(a.device).multi_processor_count
     wanted = -(-card * TILE // max(1, tiles * b.shape[-1]))
