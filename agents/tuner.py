@@ -94,33 +94,36 @@ def in_step(
     seconds: float = float("inf"),
 ) -> Knobs:
     """The knobs of each shape with which the whole step is fastest: from the heuristic's, one shape
-    after the other, in the order of `found`, then with each knob of `spaces` that is on or off the
+    after the other, in the order of `found`; then with each knob of `spaces` that is on or off the
     other way; the fastest alone of shapes whose calls in a step, of `totals_us` with the
-    heuristic's, are few. What `seconds` do not suffice for stays the heuristic's."""
+    heuristic's, are few. `seconds` suffice for one trial of each shape at least."""
     best: Knobs = dict(heuristics)
     trials = {key: [v for v in fastest if v != best[key]] for key, fastest in found.items()}
     switches = {key: space.switches() for key, space in (spaces or {}).items()}
     if not any(trials.values()) and not any(switches.values()):
         return best
-    deadline = time.monotonic() + seconds
     least_us = step_us(best)
-    for key, fastest in found.items():
-        if totals_us[key] < SMALL * least_us:
-            best[key] = fastest[0] if fastest else heuristics[key]
+    deadline = time.monotonic() + seconds
+    small = [key for key in found if totals_us[key] < SMALL * least_us]
+    best |= {key: found[key][0] for key in small if found[key]}
+    large = [key for key in found if key not in small]
+    each: list[tuple[str, int, Values | str]] = [
+        (key, n, values) for key in large for n, values in enumerate(trials[key])
+    ]
+    each += [(key, 1, name) for key in large for name in switches.get(key, [])]
+    for key, n, trial in each:
+        if n and time.monotonic() > deadline:
             continue
-        for trial in [*trials[key], *switches.get(key, [])]:
-            values = {**best[key], trial: not best[key][trial]} if isinstance(trial, str) else trial
-            if spaces is not None and not spaces[key].is_valid(values):
-                continue
-            if time.monotonic() > deadline:
-                break
-            tried = {**best, key: values}
-            try:
-                time_us = step_us(tried)
-            except UNFIT:
-                continue
-            if time_us < least_us:
-                best, least_us = tried, time_us
+        values = {**best[key], trial: not best[key][trial]} if isinstance(trial, str) else trial
+        if spaces is not None and not spaces[key].is_valid(values):
+            continue
+        tried = {**best, key: values}
+        try:
+            time_us = step_us(tried)
+        except UNFIT:
+            continue
+        if time_us < least_us:
+            best, least_us = tried, time_us
     return best
 
 

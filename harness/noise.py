@@ -228,21 +228,29 @@ def chained_product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype not in LOW and terms is None:
         return tensor_core_product(a, b)
     x, y = terms or (a, b)
-    if (copies := _copies(x, y)) > 1:
-        y = y.repeat(*[1] * (y.ndim - 1), copies)
+    rows, columns = _copies(x, y)
+    if rows * columns > 1:
+        x, y = (t.repeat(*[1] * (t.ndim - 2), *of) for t, of in ((x, (rows, 1)), (y, (1, columns))))
     multiply = torch.mm if x.ndim == 2 else torch.bmm
     wide = multiply(x, y, out_dtype=a.dtype) if terms else x @ y
-    return wide[..., : b.shape[-1]].contiguous()
+    return wide[..., : a.shape[-2], : b.shape[-1]].contiguous()
 
 
-def _copies(a: Tensor, b: Tensor) -> int:
-    """Of b's columns, so that the result has a tile for each of the card's multiprocessors and no
-    sum has to be split; fewer where they would be more than `MOST` elements, and then one may be.
-    """
-    tiles = a.shape[:-2].numel() * -(-a.shape[-2] // TILE)
+def _copies(a: Tensor, b: Tensor) -> tuple[int, int]:
+    """Of a's rows, or of b's columns if they are fewer elements, so that the result has a tile for
+    each of the card's multiprocessors and no sum has to be split. (1, 1) where either would be more
+    than `MOST` elements: then one may be."""
     card = torch.cuda.get_device_properties(a.device).multi_processor_count
-    wanted = -(-card * TILE // max(1, tiles * b.shape[-1]))
-    return max(1, min(wanted, MOST // max(1, b.numel())))
+    rows, columns = (-(-size // TILE) for size in (a.shape[-2], b.shape[-1]))
+    times = -(-card // max(1, a.shape[:-2].numel() * rows * columns))
+    if times == 1:
+        return 1, 1
+    of_rows = -(-times * rows * TILE // max(1, a.shape[-2]))
+    of_columns = -(-times * columns * TILE // max(1, b.shape[-1]))
+    in_rows, in_columns = of_rows * a.numel(), of_columns * b.numel()
+    if min(in_rows, in_columns) > MOST:
+        return 1, 1
+    return (of_rows, 1) if in_rows < in_columns else (1, of_columns)
 
 
 def _as_terms(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:

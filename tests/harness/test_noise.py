@@ -127,11 +127,15 @@ def _thirds(terms: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Ten
     return terms[0].tensor_split(3, -1), terms[1].tensor_split(3)
 
 
-@pytest.mark.parametrize(("rows", "columns", "copies"), [(3, 5, 26), (260, 5, 9), (9, 128, 1)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "copies"),
+    [(3, 5, (171, 1)), (5, 3, (1, 171)), (260, 5, (1, 52)), (9, 512, (1, 1)), (1, 300, (256, 1))],
+)
 def test_a_product_is_widened_until_a_card_is_full(
-    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, copies: int
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, copies: tuple[int, int]
 ) -> None:
-    card = SimpleNamespace(multi_processor_count=1)
+    """Four tiles: of the smaller operand so many copies."""
+    card = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     a, b = draw(rows, 64).bfloat16(), draw(64, columns, seed=1).bfloat16()
     assert _copies(a, b) == copies
