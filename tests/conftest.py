@@ -20,7 +20,8 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-FIRST = "test_offline.py"  # one fixture of minutes: begun last, it would leave a worker idle
+# Each with a fixture or a test of minutes: begun last, it would leave a worker idle.
+FIRST = "test_claude_shows.py", "test_offline.py", "test_resume.py"
 
 
 # What `make slow` and `make long` select, and what a file with such a test says.
@@ -38,7 +39,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first. Skip `gpu` tests, with the reason, where PyTorch sees no CUDA device."""
-    items.sort(key=lambda item: item.path.name != FIRST)
+    items.sort(key=lambda item: item.path.name not in FIRST)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
