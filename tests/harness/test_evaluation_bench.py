@@ -61,6 +61,10 @@ def test_the_ratio_and_what_keeps_it_down_are_said(monkeypatch: pytest.MonkeyPat
     busy, last = sentences("cpu", both, [1, 2], True, 2.5)
     assert busy.startswith("too few free cores: 2 workers shared 4 with other work (load 2.5 ")
     assert last == ratio
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert sentences("cpu", both, [1, 2], True, 0.4) == [ratio]
+    busy, _ = sentences("cpu", both, [1, 2], True, 0.6)
+    assert busy.startswith("too few free cores: 2 workers shared 2 with other work (load 0.6 ")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     few, last = sentences("cpu", both, [1, 2], True, 0.0)
     assert few == "too few cores: 2 workers shared 1" and last == ratio
