@@ -170,7 +170,7 @@ def sentences(
     most = max(m.workers for m in measured)
     if cores < most:
         said.append(f"too few cores: {most} workers shared {cores}")
-    elif cores < most + round(load):  # a core of it at least
+    elif cores < most + int(load + 0.5):  # in whole cores
         said.append(
             f"too few free cores: {most} workers shared {cores} with other work (load {load:.1f} "
             "before they started)"
