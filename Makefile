@@ -12,7 +12,7 @@ CXX := $(if $(shell command -v g++ 2>/dev/null),g++,clang++)
 endif
 export CXX PYTHON
 
-# Without compiled files every process that imports torch takes 4 s longer, and there are hundreds.
+# Without compiled files every process that imports torch takes 4 s longer; tests start a hundred.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Caches stay in the checkout: a second run finds what the first one compiled.

@@ -45,7 +45,7 @@ class Space:
 
     def switches(self) -> list[str]:
         """The knobs that are on or off."""
-        return [n for n, v in self.candidates.items() if any(x is True for x in v) and len(v) == 2]
+        return [n for n, v in self.candidates.items() if [*map(type, v)] == [bool, bool]]
 
     def drawn(self, count: int) -> list[Values]:
         """`count` valid ones at random, or fewer, the same each time; the sampler learns from them.

@@ -107,12 +107,11 @@ def in_step(
     small = [key for key in found if totals_us[key] < SMALL * least_us]
     best |= {key: found[key][0] for key in small if found[key]}
     large = [key for key in found if key not in small]
-    each: list[tuple[str, int, Values | str]] = [
-        (key, n, values) for key in large for n, values in enumerate(trials[key])
-    ]
-    each += [(key, 1, name) for key in large for name in switches.get(key, [])]
-    for key, n, trial in each:
-        if n and time.monotonic() > deadline:
+    each: list[tuple[str, Values | str]] = [(key, v) for key in large for v in trials[key]]
+    each += [(key, name) for key in large for name in switches.get(key, [])]
+    for key, trial in each:
+        is_fastest = trial in trials[key][:1]
+        if not is_fastest and time.monotonic() > deadline:
             continue
         values = {**best[key], trial: not best[key][trial]} if isinstance(trial, str) else trial
         if spaces is not None and not spaces[key].is_valid(values):

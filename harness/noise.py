@@ -4,6 +4,7 @@ These perturbations, replayed over all rows and many draws, give the reference's
 which `harness.bounds` derives what a candidate may differ by.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ SOFTMAX = frozenset(("_softmax", "_log_softmax"))
 ROWS, COLUMNS, CHAIN = range(3)  # kinds of products, see `kinds`
 SMALLEST_CHUNK = 16  # partial sums of fewer terms are no kernel's
 # One replay in so many multiplies FP32 on CUDA cores where tensor cores could. Few, since limits
-# follow from the mean over replays of one layout, and a kernel on tensor cores has only the more
-# frequent kind.
+# follow from the mean over replays of a kind, and a kernel on tensor cores has only the more
+# frequent way.
 CUDA_CORES = 4
 BF16_TERMS = 3  # of 8 bits each hold an FP32 value's 24
 TILE = 128  # rows and columns of a result that one multiprocessor computes
@@ -222,18 +223,23 @@ def chained_product(a: Tensor, b: Tensor) -> Tensor:
     to a running sum, does not: on an H200 such ones differed in 0.27% and 0.098% of their BF16
     results, where the library's orders differ in 0.20% and 0.066% (2026-11-30).
     """
-    if a.dtype not in LOW and a.dtype != torch.float32:
-        return a @ b
-    terms = None if a.dtype in LOW else _as_terms(a, b)
-    if a.dtype not in LOW and terms is None:
+    if a.dtype in LOW:
+        return _widened(torch.matmul, a, b)
+    if BF16_TERMS * max(a.numel(), b.numel()) > MOST:  # no memory for them beside a large model
         return tensor_core_product(a, b)
-    x, y = terms or (a, b)
-    rows, columns = _copies(x, y)
-    if rows * columns > 1:
-        x, y = (t.repeat(*[1] * (t.ndim - 2), *of) for t, of in ((x, (rows, 1)), (y, (1, columns))))
-    multiply = torch.mm if x.ndim == 2 else torch.bmm
-    wide = multiply(x, y, out_dtype=a.dtype) if terms else x @ y
-    return wide[..., : a.shape[-2], : b.shape[-1]].contiguous()
+    terms = _in_terms(a, b)
+    if terms is None:
+        return a @ b
+    long = torch.cat([x for x, _ in terms], dim=-1), torch.cat([y for _, y in terms], dim=-2)
+    return _widened(_multiply_terms, *long)
+
+
+def _widened(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """a times b by `multiply`, with as many copies as fill the card."""
+    rows, columns = _copies(a, b)
+    tall = torch.cat([a] * rows, dim=-2) if rows > 1 else a
+    wide = torch.cat([b] * columns, dim=-1) if columns > 1 else b
+    return multiply(tall, wide)[..., : a.shape[-2], : b.shape[-1]].contiguous()
 
 
 def _copies(a: Tensor, b: Tensor) -> tuple[int, int]:
@@ -253,20 +259,23 @@ def _copies(a: Tensor, b: Tensor) -> tuple[int, int]:
     return (of_rows, 1) if in_rows < in_columns else (1, of_columns)
 
 
-def _as_terms(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """BF16 operands whose product is that of FP32 a and b, one of which holds BF16 values only: the
-    other's terms, one after the other along the inner dimension. None where there are none, or too
-    many for the memory beside a large model."""
-    if BF16_TERMS * max(a.numel(), b.numel()) > MOST:
+def _in_terms(a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+    """Pairs of BF16 operands whose products sum to that of FP32 a and b, one of which holds BF16
+    values only: it, with each of the other's terms. None where there are none."""
+    if a.dtype != torch.float32:
         return None
     for narrow, wide in ((b, a), (a, b)):
         fits = narrow.numel() and wide.numel() and is_bf16(narrow)
         terms = bf16_terms(wide) if fits else None
         if terms is not None:
-            copies = [narrow.bfloat16()] * len(terms)
-            first, second = (terms, copies) if wide is a else (copies, terms)
-            return torch.cat(first, dim=-1), torch.cat(second, dim=-2)
+            short = narrow.bfloat16()
+            return [(term, short) if wide is a else (short, term) for term in terms]
     return None
+
+
+def _multiply_terms(a: Tensor, b: Tensor) -> Tensor:
+    """BF16 a @ b in FP32. CUDA only."""
+    return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
 
 
 def tensor_core_product(a: Tensor, b: Tensor) -> Tensor:
@@ -277,16 +286,10 @@ def tensor_core_product(a: Tensor, b: Tensor) -> Tensor:
     of FP32 sums differ in 0.048% (H200, 2026-11-29). The plain product where neither operand holds
     BF16 values only, or the other is no sum of BF16 terms. CUDA only.
     """
-    multiply = torch.mm if a.ndim == 2 else torch.bmm
-    for narrow, wide in ((b, a), (a, b)):
-        fits = narrow.numel() and wide.numel() and is_bf16(narrow)
-        terms = bf16_terms(wide) if fits else None
-        if terms is None:
-            continue
-        short = narrow.bfloat16()
-        total = torch.zeros((), dtype=a.dtype, device=a.device)
-        for term in terms:
-            pair = (term, short) if wide is a else (short, term)
-            total = total + multiply(*pair, out_dtype=torch.float32)
-        return total
-    return a @ b
+    terms = _in_terms(a, b)
+    if terms is None:
+        return a @ b
+    total = torch.zeros((), dtype=a.dtype, device=a.device)
+    for x, y in terms:
+        total = total + _multiply_terms(x, y)
+    return total

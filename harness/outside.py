@@ -114,7 +114,12 @@ class Bursts:
         self.burst(1)
         each_us = min(self.burst(1)[0] for _ in range(2))
         most = MOST_RUNS // 2 if len(self.slots) == 1 else len(self.slots) // 2
-        return max(1, min(most, math.ceil(SLOPE_S * 1e6 / each_us / 2)))
+        return runs_of(each_us, most)
+
+
+def runs_of(each_us: float, most: int) -> int:
+    """N of a slope over runs of `each_us`: 1 to `most`, so that 2 N last for `SLOPE_S`."""
+    return max(1, min(most, math.ceil(SLOPE_S * 1e6 / each_us / 2)))
 
 
 def memoises(timed: Bursts) -> str | None:

@@ -1,7 +1,5 @@
 """The time of one call of a region with a change and without it, each in a sandboxed worker."""
 
-import math
-
 import torch
 from torch import nn
 
@@ -10,7 +8,7 @@ from harness.bench_jobs import Job
 from harness.burst_audit import call_draws
 from harness.call_floors import CallFloors
 from harness.cases import storages
-from harness.outside import SLOPE_S, Bursts, paired
+from harness.outside import Bursts, paired, runs_of
 from harness.records import AuditedCall, Paired
 from harness.remote import Candidate
 from harness.sandbox import Sandbox
@@ -30,7 +28,7 @@ class Calls(Bursts):
         self.burst(most)
         once, many = (min(self.burst(n)[0] for _ in range(2)) for n in (1, most))
         each_us = max(1.0, (many - once) / (most - 1))
-        return max(1, min(most, math.ceil(SLOPE_S * 1e6 / each_us / 2)))
+        return runs_of(each_us, most)
 
 
 def region_time(

@@ -15,8 +15,8 @@ Memory is idle meanwhile, yet asking from here for the next layer's packed proje
 the L2 cache (18 MB of Beam on a TP8 rank) delays the kernel itself, by far more than it saves.
 
 Of many tokens a layer ends in one kernel for the weighted sum and the boundary
-(`optimized.combined_boundary`), and all before it is as it was. Of one token that end in the
-experts' last kernel made a decode step 45 us slower (H200, 2026-11-30).
+(`optimized.combined_boundary`), and all before it is as it was. Of one token, that boundary in the
+experts' last kernel made a step slower.
 """
 
 from collections.abc import Mapping, Sequence

@@ -12,8 +12,8 @@ Few pairs: two kernels that read the chosen experts' weights in place, 3 F D BF1
 MB for the 8 pairs of a token at D = 5120, F = 320, 18 us at an H200's 4.33 TB/s (2026-11-29). What
 counts is how many loads are in flight: rows of the matrices are spread over several thread blocks
 an SM, and the second kernel holds its weights in registers before the first is done. Asking for all
-of them in the first, behind its own, made a decode step 95 us slower (H200, 2026-11-30). The knob
-`engine` may name two kernels in CuTe DSL for one token instead (`optimized.experts_cute`).
+of them in the first, behind its own, made a step slower. The knob `engine` may name two kernels in
+CuTe DSL for one token instead (`optimized.experts_cute`).
 
 Many pairs: sorted by expert for grouped matrix products (`grouped_experts`), whose results are not
 put back in order; the weighted sum reads them where they are.
