@@ -7,14 +7,21 @@ the rule of three for other levels than 95%.
 
 Replays come in kinds, by how products are computed, and a candidate is of one kind: the
 noisier one counts, not their mean.
+
+Cases compute on paths: a model may multiply a few tokens in one way and many in another. Each path
+has a limit of its own beside that of all cases, for one that is noisy says nothing about another.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 FALSE_ALARM = 1e-5  # policy: the chance that a correct output of a change is refused
 STEPS = 200  # of bisection: more than doubles have bits
+TURNS = 20  # of a fit that halves its error in a few
+LEAST_FACTOR = 1e-6  # of a kind that shows no noise
+
+Path = frozenset[tuple[str, str, str]]  # module, operator and source line of each
 
 
 def beta_cdf(x: float, a: float, b: float) -> float:
@@ -83,6 +90,7 @@ class CaseNoise:
     worst: float = 0.0
     typical: bool = True
     rows: int = 0  # that hold the elements
+    path: Path = frozenset()  # the operators that rounded in it
     far: dict[float, list[int]] = field(default_factory=dict)  # rows with one so many ULPs off
 
     def rows_beyond(self, ulps: float) -> "CaseNoise":
@@ -106,39 +114,94 @@ class CaseNoise:
 
 
 def spread(noise: Sequence[CaseNoise]) -> float:
-    """How much more the counts of a case's replays vary than independent elements would: at least
-    1. Elements of a row share its norm, so they come in clusters; the bounds then count clusters.
+    """How much more the counts of replays vary than independent elements would, given their case's
+    rate and their kind's: at least 1. Elements of a row share its norm, so they come in clusters;
+    the bounds then count clusters.
     """
-    squares, freedom = 0.0, 0
-    for case in noise:
-        rate = case.expected / case.size if case.size else 0.0
-        if len(case.counts) < 2 or not 0 < rate < 1:
-            continue
-        variance = case.size * rate * (1 - rate)
-        squares += sum((k - case.expected) ** 2 for k in case.counts) / variance
-        freedom += len(case.counts) - 1
-    return max(1.0, squares / freedom) if freedom else 1.0
+    varying = [c for c in noise if len(c.counts) > 1 and 0 < c.expected < c.size]
+    if not varying:
+        return 1.0
+    rows = [list(zip(c.counts, c.kinds or [0] * len(c.counts), strict=True)) for c in varying]
+    factors = _kind_factors(rows)
+    squares = 0.0
+    for case, row in zip(varying, rows, strict=True):
+        base = sum(case.counts) / sum(factors[kind] for _, kind in row)
+        for count, kind in row:
+            rate = min(base * factors[kind] / case.size, 1.0)
+            if 0 < rate < 1:
+                squares += (count - case.size * rate) ** 2 / (case.size * rate * (1 - rate))
+    freedom = sum(len(row) - 1 for row in rows) - (len(factors) - 1)
+    return max(1.0, squares / freedom) if freedom > 0 else 1.0
 
 
-def allowed(noise: Sequence[CaseNoise], elements: int, least: float = 1.0) -> int:
+def _kind_factors(rows: Sequence[Sequence[tuple[int, int]]]) -> dict[int, float]:
+    """By how much each kind of replay is noisier, where a case's counts (of a row's (count, kind)
+    pairs) are its rate times that: the maximum of the likelihood, by turns."""
+    found = {kind: 1.0 for row in rows for _, kind in row}
+    for _ in range(TURNS if len(found) > 1 else 0):
+        bases = [sum(n for n, _ in row) / sum(found[kind] for _, kind in row) for row in rows]
+        for kind in found:
+            own = [
+                (n, base)
+                for row, base in zip(rows, bases, strict=True)
+                for n, of in row
+                if of == kind
+            ]
+            found[kind] = max(sum(n for n, _ in own) / sum(b for _, b in own), LEAST_FACTOR)
+    return found
+
+
+def allowed(
+    noise: Sequence[CaseNoise], elements: int, least: float = 1.0, level: float = FALSE_ALARM
+) -> int:
     """How many of a candidate's `elements` may differ, given the noise replays of its cases, whose
-    spread is at `least` so large."""
+    spread is at `least` so large; a correct one exceeds it with a chance below `level`."""
     if elements == 0:
         return 0
     factor = max(least, spread(noise))
     kinds = {kind for case in noise for kind in case.kinds} or {0}
-    rate = max(_rate([case.of_kind(kind) for case in noise], factor) for kind in kinds)
-    limit = binomial_limit(elements / factor, rate, FALSE_ALARM / 2) * factor
+    rate = max(_rate([case.of_kind(kind) for case in noise], factor, level) for kind in kinds)
+    limit = binomial_limit(elements / factor, rate, level / 2) * factor
     return min(elements, math.ceil(limit))
 
 
-def _rate(noise: Sequence[CaseNoise], factor: float) -> float:
+@dataclass(frozen=True)
+class Limit:
+    """How many of the `elements` of some `cases` may differ."""
+
+    cases: frozenset[str]
+    elements: int
+    allowed: int
+
+
+def limits(
+    noise: Mapping[str, CaseNoise], sizes: Mapping[str, int], least: float = 1.0
+) -> list[Limit]:
+    """The limit of all cases, whose elements `sizes` counts, and where they compute on more than
+    one path, of each path; together they refuse what is correct with a chance below FALSE_ALARM.
+    """
+    paths: dict[Path, set[str]] = {}
+    for case in sizes:
+        paths.setdefault(noise[case].path if case in noise else frozenset(), set()).add(case)
+    groups: list[Iterable[str]] = [sizes, *(paths.values() if len(paths) > 1 else ())]
+    found = []
+    factor = least
+    for group in groups:
+        seen = [noise[case] for case in group if case in noise]
+        elements = sum(sizes[case] for case in group)
+        most = allowed(seen, elements, factor, FALSE_ALARM / len(groups))
+        found.append(Limit(frozenset(group), elements, most))
+        factor = max(factor, spread(seen))  # few replays hardly show that elements cluster
+    return found
+
+
+def _rate(noise: Sequence[CaseNoise], factor: float, level: float) -> float:
     """At most how often an element differs in replays of one kind."""
     replayed = [case for case in noise if case.counts]
     draws, size = sum(case.draws for case in replayed), sum(case.size for case in replayed)
     # Cases have different rates and numbers of replays: each weighs as the candidate's elements do.
     seen = sum(case.expected for case in replayed) / size * draws if size else 0.0
-    return upper_rate(seen / factor, draws / factor, FALSE_ALARM / 2)
+    return upper_rate(seen / factor, draws / factor, level / 2)
 
 
 def extreme_factor(elements: int, draws: int) -> float:

@@ -34,15 +34,18 @@ def peers(a: argparse.Namespace) -> int:
     here = environment(workload.device)
     plan = load_plan(a.plan, workload.name, here.device_name)
     progress(f"{workload.name} {workload.preset} on {here.device_name}")
-    bench = PeerBench(
-        workload,
-        deadline=deadline,
-        plan=plan,
-        cold_l2=a.cold_l2,
-        pair_s=a.seconds,
-        against=a.against,
-        note=progress,
-    )
+    try:
+        bench = PeerBench(
+            workload,
+            deadline=deadline,
+            plan=plan,
+            cold_l2=a.cold_l2,
+            pair_s=a.seconds,
+            against=a.against,
+            note=progress,
+        )
+    except ValueError as error:  # a plan of another device, say
+        raise UserError(f"{a.plan}: {error}") from error
     rows = list(bench.rows(a.rows or ROWS[kind]))
     judged = list(verdicts(bench, progress))
     output = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from harness.bounds import CaseNoise
+from harness.bounds import CaseNoise, Path
 from harness.operators import is_real
 from harness.trees import bits, same_bits
 
@@ -100,7 +100,7 @@ class Tally:
     replay_error: float = 0.0
     golden_norm: float = 0.0
     distances: dict[str, tuple[float, int]] = field(default_factory=dict)  # worst, of how many
-    shares: dict[str, float] = field(default_factory=dict)  # that differ, by case
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # differing, of how many
     rows: int = 0
     far: dict[float, int] = field(default_factory=lambda: dict.fromkeys(FAR, 0))  # rows beyond
     quantum: float = 0.0  # one unit in the last place of the largest result
@@ -157,7 +157,8 @@ class Tally:
         for key, count in zip((*BUCKETS, BEYOND), counts, strict=True):
             self.histogram[key] += count
         self.distances[case] = top, kept
-        self.shares[case] = differing / kept if kept else 0.0
+        before = self.counts.get(case, (0, 0))
+        self.counts[case] = before[0] + differing, before[1] + kept
 
     def add_noise(
         self,
@@ -168,13 +169,15 @@ class Tally:
         *,
         typical: bool = True,
         kind: int = 0,
+        path: Path = frozenset(),
     ) -> None:
-        """Pool one noise replay of a case against the unperturbed one; its kind as in `bounds`."""
+        """Pool one noise replay of a case against the unperturbed one; its kind and the case's path
+        as in `bounds`."""
         if perturbed.numel() == 0 or not is_real(perturbed.dtype):
             return
         size = perturbed.numel() if keep is None else int(keep.expand_as(perturbed).sum())
         rows = perturbed.numel() // (perturbed.shape[-1] if perturbed.ndim else 1)
-        noise = self.noise.setdefault(case, CaseNoise(size, typical=typical, rows=rows))
+        noise = self.noise.setdefault(case, CaseNoise(size, typical=typical, rows=rows, path=path))
         noise.kinds.append(kind)
         if same_bits(perturbed, replay):
             noise.counts.append(0)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from harness import faults
 from harness.added import ADDED
+from harness.bounds import Path
 from harness.cases import Case
 from harness.compare import SelfNoise, Tally
 from harness.faults import Faults
@@ -43,6 +44,11 @@ class Prepared:
     @property
     def where(self) -> str:
         return f"{self.case.node}, {self.case.name}"
+
+    @property
+    def path(self) -> Path:
+        """What rounded in the reference's run, whatever the number of its tokens."""
+        return frozenset((p.module, p.operator, p.source) for p in self.first.points)
 
     @property
     def device(self) -> torch.device:
@@ -147,6 +153,7 @@ class Examination:
         classes = {self.numerics(name) for name in prepared.contract.results}
         if classes == {"exact"} and not prepared.first.choices:
             return
+        path = prepared.path
         for _ in range(runs):
             self.noise_runs += 1
             kind = self.noise_runs % kinds(prepared.device)
@@ -172,6 +179,7 @@ class Examination:
                         mask,
                         typical=case.typical,
                         kind=kind,
+                        path=path,
                     )
 
     def judge(

@@ -5,7 +5,7 @@ derived calls, the contract's replays, noise, FP64 results, replays with one rou
 one candidate the nodes are prepared one after the other and forgotten; for several they are kept.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -181,7 +181,7 @@ class RegionCases:
         if not self.keep:
             raise ValueError("until_fault needs kept cases: prepare with keep=True")
         found, exam = {}, self.measured
-        sizes: Counter[str] = Counter()
+        sizes: dict[str, Counter[str]] = defaultdict(Counter)
         for node in self.nodes():
             for ready in node.prepared:
                 for name, tensor in ready.contract.results.items():
@@ -190,11 +190,11 @@ class RegionCases:
                         size = tensor.numel()
                         if mask is not None:
                             size = int(mask.expand_as(tensor).sum())
-                        sizes[name] += size
-        for name, size in sizes.items():
+                        sizes[name][ready.where] += size
+        for name, by_case in sizes.items():
             tally = exam.tally(name)
             exact = tally.numerics == "exact"
-            found[tally.output] = 0 if exact else bounds.allowed(list(tally.noise.values()), size)
+            found[tally.output] = 0 if exact else bounds.limits(tally.noise, by_case)[0].allowed
         return found
 
     @spent("region: replays and noise")

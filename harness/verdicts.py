@@ -1,6 +1,7 @@
 """From what an examination measured to a verdict: every limit is derived here."""
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 from harness import bounds
@@ -77,10 +78,11 @@ def verdict(
 def output_report(exam: Examination, tally: Tally) -> UlpReport:
     """The record of one output; adds a fault for each limit it breaks."""
     noisy, seen = tally.self_noise.count, tally.self_noise.draws
-    allowed = 0
+    allowed, paths = 0, list[bounds.Limit]()
     if tally.numerics != "exact":
-        least = tally.self_noise.spread
-        allowed = bounds.allowed(list(tally.noise.values()), tally.elements, least)
+        sizes = {case: kept for case, (_, kept) in tally.counts.items()}
+        whole, *paths = bounds.limits(tally.noise, sizes, tally.self_noise.spread)
+        allowed = whole.allowed
     share = tally.differing / tally.elements if tally.elements else 0.0
     allowed_share = allowed / tally.elements if tally.elements else 0.0
     noise_share = noisy / seen if seen else 0.0
@@ -89,8 +91,19 @@ def output_report(exam: Examination, tally: Tally) -> UlpReport:
             "share",
             f"{tally.output}: {percent(share)} of {tally.elements} elements differ from the "
             f"contract's replay, {percent(allowed_share)} allowed ({tally.numerics}; "
-            f"self-noise {percent(noise_share)}); most in {_most(tally.shares)}",
+            f"self-noise {percent(noise_share)}); most in {_most(tally)}",
         )
+    for limit in paths:
+        differing = sum(tally.counts[case][0] for case in limit.cases)
+        if differing > limit.allowed:
+            exam.faults.add(
+                "share",
+                f"{tally.output}: {percent(differing / limit.elements)} of {limit.elements} elements "
+                f"differ from the contract's replay in the {len(limit.cases)} of "
+                f"{len(tally.counts)} cases that compute as one does, "
+                f"{percent(limit.allowed / limit.elements)} allowed there ({tally.numerics}); most "
+                f"in {_most(tally, limit.cases)}",
+            )
     for case, (worst, elements) in tally.distances.items():
         limit = distance_limit(tally, case, elements)
         if tally.numerics != "exact" and worst > limit:
@@ -272,6 +285,8 @@ def noise_rate(exam: Examination) -> float:
     return min(0.5, bounds.upper_rate(counts, sizes)) if sizes else bounds.FALSE_ALARM
 
 
-def _most(shares: dict[str, float]) -> str:
-    case = max(shares, key=lambda name: shares[name])
+def _most(tally: Tally, among: Collection[str] = ()) -> str:
+    """The case, of those named or of all, in which most elements differ."""
+    shares = {case: k / n for case, (k, n) in tally.counts.items() if n}
+    case = max(among or shares, key=lambda name: shares.get(name, 0.0))
     return f"{case}: {percent(shares[case])}"

@@ -108,7 +108,7 @@ def build(node: Any, knobs: StepKnobs | None):
         chosen = knobs or StepKnobs.heuristic(shape)
         sums, stats, splits = attend(node, q, k, v, step, cache, chosen, shape)
         y = project(node, sums, stats, splits, gate, chosen)
-        return node.rank_sum(y.view(x.shape[0], 1, -1))
+        return node.rank_sum(y)
 
     return forward
 
@@ -219,14 +219,14 @@ def shares_at_once(splits: int, width: int) -> int:
 def project(
     node: Any, sums: Tensor, stats: Tensor, splits: int, gate: Tensor, knobs: StepKnobs
 ) -> Tensor:
-    """The shares combined, gated by gate [B, 1, H d], and projected -> [B, D]."""
+    """The shares combined, gated by gate [B, 1, H d], and projected -> [B, 1, D]."""
     rows, _, dim = sums.shape
     heads, normed = len(node.q_proj.weight) // dim, is_weightless(node)
     width = heads * dim
     bias, eps = (gate, node.gate.eps) if normed else (node.gate_bias, 0.0)
     weight = node.o_proj.weight
     if rows == heads and splits <= MAX_FUSED_SPLITS:
-        out = torch.empty((1, len(weight)), dtype=gate.dtype, device=gate.device)
+        out = torch.empty((1, 1, len(weight)), dtype=gate.dtype, device=gate.device)
         tiles = row_tiles(len(weight), triton.next_power_of_2(heads) * dim, knobs)
         launch(
             gated_projection_kernel,
@@ -250,7 +250,7 @@ def project(
             num_warps=knobs.row_warps,
         )
         return out
-    a = torch.empty((rows // heads, width), dtype=gate.dtype, device=gate.device)
+    a = torch.empty((rows // heads, 1, width), dtype=gate.dtype, device=gate.device)
     columns = dim if normed else min(knobs.columns, dim)
     launch(
         combine_gate_kernel,

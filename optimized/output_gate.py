@@ -5,7 +5,7 @@
 R rounds to BF16; all else is FP32. N tokens, H query heads, d head dimension; one bias per head.
 Moves 3 N H d BF16 values. All three rounding points are kept; none is added. Elements are numbered
 across tokens, so that no width wastes lanes; tokens of `gate` may lie apart, as in a slice of a
-packed projection's output.
+packed projection's output, and heads of `a`, as attention over many tokens returns them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.head_layout import head_layout
 from optimized.inductor import inductor_implementation
 from optimized.triton_support import (
     OfflineCase,
@@ -54,9 +55,9 @@ class GateKnobs:
 
 
 @triton.jit
-def gated(a, gate):
+def gated(a, gate, PDL: tl.constexpr):
     """R(a * R(sigmoid(gate))), of values rounded before, all FP32."""
-    share = sigmoid_fp32(gate).to(tl.bfloat16).to(tl.float32)
+    share = sigmoid_fp32(gate, PDL).to(tl.bfloat16).to(tl.float32)
     return (a * share).to(tl.bfloat16)
 
 
@@ -66,30 +67,39 @@ def output_gate_kernel(
     gate_ptr,
     bias_ptr,
     out_ptr,
-    a_stride,
+    a_tokens,
+    a_sequence,
+    a_token,
+    a_head,
     gate_stride,
     elements,
     W: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`VECTOR` consecutive elements are of one row and lie side by side, as the compiler cannot
-    know of a width that is no power of two."""
+    """`VECTOR` consecutive elements are of one head and lie side by side, as the compiler cannot
+    know of a width that is no power of two. `APART`: heads of `a` do not."""
     begin(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = tl.max_constancy(index < elements, [VECTOR])
     row, column = (index // W).to(tl.int64), index % W
-    a_at, gate_at = row * a_stride + column, row * gate_stride + column
+    head = tl.max_constancy(column // HEAD_DIM, [VECTOR])
+    if APART:
+        a_at = row // a_tokens * a_sequence + row % a_tokens * a_token + head * a_head
+        a_at += column % HEAD_DIM
+    else:
+        a_at = row * a_token + column
+    gate_at = row * gate_stride + column
     a_at = tl.max_contiguous(tl.multiple_of(a_at, [VECTOR]), [VECTOR])
     gate_at = tl.max_contiguous(tl.multiple_of(gate_at, [VECTOR]), [VECTOR])
     a = tl.load(a_ptr + a_at, mask=valid, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + gate_at, mask=valid, other=0.0).to(tl.float32)
-    head = tl.max_constancy(column // HEAD_DIM, [VECTOR])
     bias = tl.load(bias_ptr + head, mask=valid, other=0.0).to(tl.float32)
     biased = (gate + bias).to(tl.bfloat16).to(tl.float32)
-    tl.store(out_ptr + index, gated(a, biased), mask=valid)
+    tl.store(out_ptr + index, gated(a, biased, PDL), mask=valid)
 
 
 def shape(node: nn.Module, a: Tensor, gate: Tensor, bias: Tensor) -> dict[str, int]:
@@ -106,9 +116,10 @@ def guard(node: nn.Module, a: Tensor, gate: Tensor, bias: Tensor) -> str | None:
         )
     if a.numel() > MAX_ELEMENTS:
         return f"a has {a.numel()} elements, the kernel takes up to {MAX_ELEMENTS}"
-    for name, tensor in (("a", a), ("gate", gate)):
-        if row_stride(tensor, inner=2) is None:
-            return f"{name} has strides {tensor.stride()}, the kernel takes evenly spaced tokens"
+    if head_layout(a) is None:
+        return f"a has strides {a.stride()}, the kernel takes contiguous heads, evenly spaced"
+    if row_stride(gate, inner=2) is None:
+        return f"gate has strides {gate.stride()}, the kernel takes evenly spaced tokens"
     if row_stride(bias) is None:
         return f"bias has strides {bias.stride()}, the kernel takes a contiguous one"
     return outside_domain(a=a, gate=gate, bias=bias)
@@ -123,6 +134,8 @@ def build(node: nn.Module, knobs: GateKnobs | None):
         out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
         if out.numel() == 0:
             return out
+        layout = head_layout(a)
+        assert layout is not None  # the guard has seen to it
         launch(
             output_gate_kernel,
             (triton.cdiv(out.numel(), chosen.block),),
@@ -130,11 +143,12 @@ def build(node: nn.Module, knobs: GateKnobs | None):
             gate,
             bias,
             out,
-            row_stride(a, inner=2),
+            *layout,
             row_stride(gate, inner=2),
             out.numel(),
             W=sizes["W"],
             HEAD_DIM=a.shape[-1],
+            APART=layout.head != a.shape[-1] or layout.sequence != 0,
             BLOCK=chosen.block,
             VECTOR=8 if aligned(a, gate) else 1,
             num_warps=chosen.warps,
@@ -146,22 +160,29 @@ def build(node: nn.Module, knobs: GateKnobs | None):
 
 def aligned(a: Tensor, gate: Tensor) -> bool:
     """Whether groups of 8 elements, counted across tokens, are 16 aligned bytes of one head."""
-    return a.shape[-1] % 8 == 0 and all(
-        (row_stride(x, inner=2) or 0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (a, gate)
+    layout = head_layout(a)
+    return (
+        a.shape[-1] % 8 == 0
+        and layout is not None
+        and layout.aligned
+        and (row_stride(gate, inner=2) or 0) % 8 == 0
+        and a.data_ptr() % 16 == gate.data_ptr() % 16 == 0
     )
 
 
 def offline_cases() -> list[OfflineCase]:
-    """Beam on one of eight tensor-parallel ranks (6 heads of 128): a decode step and a prefill."""
+    """Beam on one of eight tensor-parallel ranks (6 heads of 128): a decode step and a prefill, of
+    attention that returns its heads side by side, and apart."""
+    strides = "a_tokens", "a_sequence", "a_token", "a_head", "gate_stride", "elements"
     signature = {
         **dict.fromkeys(("a_ptr", "gate_ptr", "bias_ptr", "out_ptr"), "*bf16"),
-        **dict.fromkeys(("a_stride", "gate_stride", "elements"), "i32:16"),
-        **dict.fromkeys(("W", "HEAD_DIM", "BLOCK", "VECTOR"), "constexpr"),
+        **dict.fromkeys(strides, "i32:16"),
+        **dict.fromkeys(("W", "HEAD_DIM", "APART", "BLOCK", "VECTOR"), "constexpr"),
     }
     cases = []
-    for rows in (1, 16384):
+    for rows, apart in ((1, False), (16384, False), (16384, True)):
         knobs = GateKnobs.heuristic({"N": rows, "W": 768})
-        values = {"W": 768, "HEAD_DIM": 128, "BLOCK": knobs.block, "VECTOR": 8}
+        values = {"W": 768, "HEAD_DIM": 128, "APART": apart, "BLOCK": knobs.block, "VECTOR": 8}
         cases.append(OfflineCase(output_gate_kernel, signature, values, knobs.warps))
     return cases
 

@@ -4,7 +4,8 @@
 
 R rounds to BF16; all else is FP32. N tokens, H query heads, d head dimension. Moves 3 N H d BF16
 values. All three rounding points are kept; none is added. Heads are numbered across tokens; tokens
-of `gate` may lie apart, as in a slice of a packed projection's output.
+of `gate` may lie apart, as in a slice of a packed projection's output, and heads of `a`, as
+attention over many tokens returns them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation, KnobValue
+from optimized.head_layout import head_layout
 from optimized.inductor import inductor_implementation
 from optimized.output_gate import gated
 from optimized.triton_support import OfflineCase, begin, launch, outside_domain, row_stride
@@ -24,6 +26,7 @@ from optimized.triton_support import OfflineCase, begin, launch, outside_domain,
 MAX_ROWS = 2**31 - 2**16  # heads are numbered in int32, the last block included
 MAX_DIM = 1024
 FEW_ELEMENTS = 1 << 18  # below, small blocks spread over more SMs
+STRIDES = "a_tokens", "a_sequence", "a_token", "a_head", "gate_stride", "rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,10 @@ def output_norm_gate_kernel(
     a_ptr,
     gate_ptr,
     out_ptr,
-    a_stride,
+    a_tokens,
+    a_sequence,
+    a_token,
+    a_head,
     gate_stride,
     rows,
     eps,
@@ -69,13 +75,15 @@ def output_norm_gate_kernel(
     column = tl.arange(0, WIDTH)[None, :]
     valid = (row < rows)[:, None] & (column < DIM)
     token = (row // H).to(tl.int64)[:, None]
-    within = (row % H * DIM)[:, None] + column
-    a = tl.load(a_ptr + token * a_stride + within, mask=valid, other=0.0).to(tl.float32)
+    head = (row % H).to(tl.int64)[:, None]
+    within = head * DIM + column
+    a_at = token // a_tokens * a_sequence + token % a_tokens * a_token + head * a_head + column
+    a = tl.load(a_ptr + a_at, mask=valid, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + token * gate_stride + within, mask=valid, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(a * a, axis=1) * (1.0 / DIM) + eps)
     normed = (a * inverse[:, None]).to(tl.bfloat16).to(tl.float32)
     out = out_ptr + row.to(tl.int64)[:, None] * DIM + column
-    tl.store(out, gated(normed, gate), mask=valid)
+    tl.store(out, gated(normed, gate, PDL), mask=valid)
 
 
 def shape(node: Any, a: Tensor, gate: Tensor) -> dict[str, int]:
@@ -89,9 +97,10 @@ def guard(node: Any, a: Tensor, gate: Tensor) -> str | None:
         return f"a {tuple(a.shape)}, gate {tuple(gate.shape)} do not match"
     if not 0 < a.shape[-1] <= MAX_DIM or a.numel() > MAX_ROWS * a.shape[-1]:
         return f"a is {tuple(a.shape)}, the kernel takes heads of up to {MAX_DIM}"
-    for name, tensor in (("a", a), ("gate", gate)):
-        if row_stride(tensor, inner=2) is None:
-            return f"{name} has strides {tensor.stride()}, the kernel takes evenly spaced tokens"
+    if head_layout(a) is None:
+        return f"a has strides {a.stride()}, the kernel takes contiguous heads, evenly spaced"
+    if row_stride(gate, inner=2) is None:
+        return f"gate has strides {gate.stride()}, the kernel takes evenly spaced tokens"
     return outside_domain(a=a, gate=gate)
 
 
@@ -104,13 +113,15 @@ def build(node: Any, knobs: NormGateKnobs | None):
         out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
         if out.numel() == 0:
             return out
+        layout = head_layout(a)
+        assert layout is not None  # the guard has seen to it
         launch(
             output_norm_gate_kernel,
             (triton.cdiv(sizes["R"], chosen.rows),),
             a,
             gate,
             out,
-            row_stride(a, inner=2),
+            *layout,
             row_stride(gate, inner=2),
             sizes["R"],
             node.eps,
@@ -128,7 +139,7 @@ def build(node: Any, knobs: NormGateKnobs | None):
 def offline_cases() -> list[OfflineCase]:
     """One of eight tensor-parallel ranks, 16 heads of 64: a decode step and a prefill."""
     kinds: dict[str, str] = dict.fromkeys(("a_ptr", "gate_ptr", "out_ptr"), "*bf16")
-    kinds |= dict.fromkeys(("a_stride", "gate_stride", "rows"), "i32:16") | {"eps": "fp32"}
+    kinds |= dict.fromkeys(STRIDES, "i32:16") | {"eps": "fp32"}
     cases = []
     for tokens in (1, 16384):
         knobs = NormGateKnobs.heuristic({"R": tokens * 16, "d": 64})

@@ -28,6 +28,7 @@ from optimized.triton_support import (
 
 MAX_ELEMENTS = 2**31 - 2**16  # elements are numbered in int32, the last block included
 FEW_ELEMENTS = 1 << 18  # below, small blocks spread over more SMs
+MANY_ELEMENTS = 1 << 21  # above, a thread takes two loads' worth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class SwiGLUKnobs:
     def heuristic(cls, shape: Mapping[str, int]) -> "SwiGLUKnobs":
         if shape["N"] * shape["F"] <= FEW_ELEMENTS:
             return cls(block=512, warps=2)
+        if shape["N"] * shape["F"] <= MANY_ELEMENTS:
+            return cls(block=1024, warps=4)
         return cls(block=2048, warps=4)
 
     @classmethod
@@ -72,7 +75,7 @@ def swiglu_kernel(
     row, column = (index // F).to(tl.int64), index % F
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=valid, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=valid, other=0.0).to(tl.float32)
-    opened = silu_fp32(gate)
+    opened = silu_fp32(gate, PDL)
     if ROUNDED:
         opened = opened.to(tl.bfloat16).to(tl.float32)
     tl.store(out_ptr + index, (opened * up).to(tl.bfloat16), mask=valid)

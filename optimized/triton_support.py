@@ -200,9 +200,9 @@ def exp_fp32(x, PDL: tl.constexpr = False):  # pyright: ignore[reportArgumentTyp
 
 
 @triton.jit
-def sigmoid_fp32(x):
+def sigmoid_fp32(x, PDL: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """1 / (1 + e^-x) in FP32 with IEEE division, as PyTorch computes it."""
-    return tl.math.div_rn(1.0, 1.0 + exp_fp32(-x))
+    return tl.math.div_rn(1.0, 1.0 + exp_fp32(-x, PDL))
 
 
 @triton.jit

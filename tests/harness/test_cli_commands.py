@@ -166,6 +166,34 @@ def test_a_change_for_another_device_says_what_there_is(change_file):
     assert str(caught.value) == "change by-hand has nothing for cpu, only torch (on cuda)"
 
 
+PLAN = """
+model = "beam"
+device = "NVIDIA H200"
+
+[[change]]
+name = "parallel_projection"
+backend = "triton"
+[change.knobs."D=256,M=1,O=128"]
+warps = 1
+rows = 1
+block = 256
+stages = 1
+engine = "cutedsl"
+hold = "shared"
+"""
+
+
+@pytest.mark.parametrize("what", [["--peers", "--rows", "1"], ["--target", "decode-bs8"]])
+def test_a_plan_of_another_device_says_what_it_needs(what, tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN)
+    with pytest.raises(UserError) as caught:
+        main(["bench", "--plan", str(plan), "--preset", "mini", "--device", "cpu", *what])
+    assert str(caught.value) == (
+        f"{plan}: engine 'cutedsl' cannot run here: it needs a CUDA device; or take engine 'triton'"
+    )
+
+
 USAGE = [
     ([], "error: the following arguments are required: COMMAND; see python -m harness --help"),
     (

@@ -1,6 +1,7 @@
 """The exact bounds against values from tables, and what they mean for a candidate."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -8,16 +9,19 @@ import torch
 from harness.bounds import (
     FALSE_ALARM,
     CaseNoise,
+    Limit,
     allowed,
     beta_cdf,
     binomial_limit,
     extreme_factor,
+    limits,
     spread,
     upper_rate,
 )
 from harness.compare import SelfNoise, Tally
+from harness.examine import Examination
 from harness.region import RegionCases
-from harness.verdicts import distance_limit, far_limit
+from harness.verdicts import distance_limit, far_limit, output_report
 from harness.workload import Workload
 from optimized.change import Contract
 
@@ -72,14 +76,86 @@ def test_the_noisier_kind_of_replays_counts() -> None:
     """A kernel is like one layout of the library's product, not like the mean of two."""
     half = [CaseNoise(10**6, [1400, 2800] * 4, [0, 1] * 4)] * 4
     mean = [CaseNoise(10**6, [2100] * 8)] * 4
-    factor = spread(half)
-    assert 200 < factor < 300  # of all replays: what sets kinds apart widens the bound, too
-    most = allowed([CaseNoise(10**6, [2800] * 4)] * 4, 4 * 10**6, factor)
+    assert spread(half) == 1.0  # what sets kinds apart is no clustering
+    most = allowed([CaseNoise(10**6, [2800] * 4)] * 4, 4 * 10**6)
     assert allowed(half, 4 * 10**6) == most
-    assert 1.25 < most / allowed(mean, 4 * 10**6, factor) < 1.4
+    assert 1.25 < most / allowed(mean, 4 * 10**6) < 1.4
     # A case without replays of a kind says nothing about it.
     alone = CaseNoise(10**6, [0] * 4, [0] * 4)
     assert allowed([*half, alone], 4 * 10**6) >= most
+
+
+def test_clusters_are_told_from_what_sets_kinds_apart() -> None:
+    """Kinds of which one is twice as noisy, in cases that have other numbers of each; and the same
+    in clusters of 20 elements, where a replay's count leaves its mean by sqrt(20) times as much."""
+    rates = (1000, 1000, 2000)
+    drawn = random.Random(0)
+
+    def case(scale: int, kinds: list[int], cluster: int) -> CaseNoise:
+        means = [rates[kind] * scale for kind in kinds]
+        counts = [round(drawn.gauss(m, math.sqrt(m * cluster))) for m in means]
+        return CaseNoise(10**7, counts, kinds)
+
+    def cases(cluster: int) -> list[CaseNoise]:
+        order = [0, 1, 2, 0, 1]
+        return [case(1 + i % 5, order[i % 3 :] + order[: i % 3], cluster) for i in range(60)]
+
+    assert 0.8 < spread(cases(1)) < 1.3
+    assert 15 < spread(cases(20)) < 26
+
+
+def test_each_path_has_a_limit_of_its_own() -> None:
+    """Prefills are noisy, decodes compute otherwise and are not."""
+    many, few = (frozenset({("", operator, "x.py:1")}) for operator in ("mm", "bmm"))
+    noise = {f"prefill {i}": CaseNoise(30_000, [150] * 6, path=many) for i in range(8)}
+    noise |= {f"decode {i}": CaseNoise(1_000, [0] * 6, path=few) for i in range(8)}
+    sizes = {case: one.size for case, one in noise.items()}
+    whole, *paths = limits(noise, sizes)
+    assert (whole.elements, whole.cases) == (248_000, frozenset(sizes))
+    assert [path.elements for path in paths] == [240_000, 8_000]
+    assert paths[1].cases == {f"decode {i}" for i in range(8)}
+    assert whole.allowed > 1300 and paths[1].allowed < 20
+    # All together refuse a correct output no more often than one limit does.
+    prefills = [noise[f"prefill {i}"] for i in range(8)]
+    assert paths[0].allowed == allowed(prefills, 240_000, 1.0, FALSE_ALARM / 3)
+    assert limits(noise, {"decode 0": 1_000}) == [
+        Limit(frozenset({"decode 0"}), 1_000, allowed([noise["decode 0"]], 1_000))
+    ]
+
+
+def test_elements_of_a_path_cluster_as_those_of_all_do() -> None:
+    """Three quiet replays of a few rows hardly show that a flip moves a whole row."""
+    many, few = (frozenset({("", operator, "x.py:1")}) for operator in ("mm", "bmm"))
+    noise = {f"prefill {i}": CaseNoise(30_000, [0, 256, 0, 0], path=many) for i in range(8)}
+    noise["decode"] = CaseNoise(768, [0, 0, 0], path=few)
+    found = limits(noise, {case: one.size for case, one in noise.items()})
+    assert [limit.elements for limit in found] == [240_768, 240_000, 768]
+    assert found[2].allowed >= 256
+
+
+def test_what_differs_on_a_quiet_path_alone_is_refused() -> None:
+    exam = Examination(Contract(numerics="reduction"), set(), 0)
+    many, few = (frozenset({("", operator, "x.py:1")}) for operator in ("mm", "bmm"))
+    replay = torch.ones(100, 300)
+    tally = exam.tally("out")
+    for case, path, moved in (("prefill", many, 150), ("decode", few, 0)):
+        noisy = replay.clone()
+        noisy.flatten()[:moved] *= 1 + 2**-20
+        for _ in range(64):
+            tally.add_noise(case, noisy, replay, None, path=path)
+    honest, wrong = replay.clone(), replay.clone()
+    honest.flatten()[:160] *= 1 + 2**-20
+    wrong.flatten()[:40] *= 1 + 2**-20
+    tally.add("prefill", honest, replay, None)
+    tally.add("decode", replay.clone(), replay, None)
+    output_report(exam, tally)
+    assert exam.faults.reason is None
+    tally.add("decode", wrong, replay, None)
+    report = output_report(exam, tally)
+    assert report.allowed_share * report.elements > 200  # of all cases: enough for both
+    reason = exam.faults.reason
+    assert reason is not None and "in the 1 of 2 cases that compute as one does" in reason
+    assert reason.endswith("most in decode: 0.00067")
 
 
 def test_a_known_spread_widens_the_bound_of_few_replays() -> None:

@@ -190,3 +190,16 @@ def test_another_models_attention_is_refused():
     node, call_of = attention(c, False), call(c, False, [9])
     node.gate = nn.Identity()
     assert "other parts" in refusal(CHANGE, node, *call_of)
+
+
+@pytest.mark.parametrize("positions", [[60], [60, 61, 3]])
+def test_the_output_projection_is_called_as_the_reference_calls_it(positions):
+    """So that a kernel in its place finds the call that it was tested on."""
+    c = config()
+    node, seen = attention(c, False), []
+    node.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    node(*call(c, False, positions))
+    run_triton(CHANGE, node, *call(c, False, positions))
+    expected = torch.Size([len(positions), 1, c.query_heads * c.head_dim])
+    # One row is projected by the kernel that gates it.
+    assert seen == [expected] * min(2, len(positions))

@@ -88,6 +88,20 @@ def test_slice_of_a_packed_projection():
     assert_matches(args)
 
 
+@pytest.mark.parametrize(("heads", "dim"), [(6, 64), (1, 64), (3, 7)])
+def test_heads_as_attention_returns_them(heads, dim):
+    """Tokens and heads transposed, of two sequences; and a part of them."""
+    a, gate, bias = arguments(10, heads, dim)
+    a, gate = a.view(2, 5, heads, dim), gate.view(2, 5, heads, dim)
+    apart = a.transpose(1, 2).contiguous().transpose(1, 2)
+    longer = bf16(2, heads, 9, dim, seed=5).transpose(1, 2)[:, 2:7]
+    for given in (apart, longer):
+        assert heads == 1 or given.stride(1) == dim
+        expected = run_triton(CHANGE, NODE, given.contiguous(), gate, bias)
+        assert same_bits(run_triton(CHANGE, NODE, given, gate, bias), expected)
+        assert_matches((given, gate, bias))
+
+
 def test_negative_zero_keeps_its_sign():
     a = torch.tensor([[[[-0.0, 0.0]]]], dtype=torch.bfloat16, device=DEVICE)
     args = a, torch.full_like(a, -3.0), torch.zeros(1, dtype=torch.bfloat16, device=DEVICE)
@@ -109,6 +123,9 @@ def test_guard_says_why():
     assert "do not match" in refusal(CHANGE, NODE, a, gate, bias[:1])
     heads_apart = bf16(1, 2, 4, 64).transpose(1, 2)
     assert "strides" in refusal(CHANGE, NODE, a, heads_apart, bias)
+    assert refusal(CHANGE, NODE, heads_apart, gate, bias) == ""
+    values_apart = bf16(1, 4, 2, 128)[..., ::2]
+    assert "strides" in refusal(CHANGE, NODE, values_apart, gate, bias)
     assert "torch.float32" in refusal(CHANGE, NODE, a.float(), gate, bias)
 
 

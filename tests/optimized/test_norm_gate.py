@@ -12,6 +12,7 @@ from tests.optimized.kernel_checks import (
     needs_kernels,
     refusal,
     run_triton,
+    same_bits,
 )
 from tests.reference.noise import assert_within, within
 
@@ -63,6 +64,15 @@ def test_a_slice_of_a_packed_projection_and_no_tokens():
     assert run_triton(CHANGE, NODE, *arguments(0, 4, 64)).shape == (1, 0, 4, 64)
 
 
+def test_heads_as_attention_returns_them():
+    """Tokens and heads transposed, of two sequences."""
+    a, gate = bf16(2, 4, 5, 64, seed=1).transpose(1, 2), bf16(2, 5, 4, 64, seed=2)
+    assert a.stride() == (1280, 64, 320, 1)
+    expected = run_triton(CHANGE, NODE, a.contiguous(), gate)
+    assert same_bits(run_triton(CHANGE, NODE, a, gate), expected)
+    assert_matches((a, gate))
+
+
 @pytest.mark.parametrize("point", ["norm", "sigmoid"])
 def test_one_rounding_less_would_be_noticed(point):
     def rounded(value, name):
@@ -79,7 +89,10 @@ def test_guard_says_why():
     a, gate = arguments(4, 2, 64)
     assert refusal(CHANGE, NODE, a, gate) == ""
     assert "do not match" in refusal(CHANGE, NODE, a, gate[:, :2])
-    assert "strides" in refusal(CHANGE, NODE, a, bf16(1, 2, 4, 64).transpose(1, 2))
+    heads_apart = bf16(1, 2, 4, 64).transpose(1, 2)
+    assert "strides" in refusal(CHANGE, NODE, a, heads_apart)
+    assert refusal(CHANGE, NODE, heads_apart, gate) == ""
+    assert "strides" in refusal(CHANGE, NODE, bf16(1, 4, 2, 128)[..., ::2], gate)
     assert "torch.float32" in refusal(CHANGE, NODE, a.float(), gate)
     assert "up to 1024" in refusal(CHANGE, NODE, *arguments(1, 1, 1025))
 
