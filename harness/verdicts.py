@@ -98,8 +98,8 @@ def output_report(exam: Examination, tally: Tally) -> UlpReport:
         if differing > limit.allowed:
             exam.faults.add(
                 "share",
-                f"{tally.output}: {percent(differing / limit.elements)} of {limit.elements} elements "
-                f"differ from the contract's replay in the {len(limit.cases)} of "
+                f"{tally.output}: {percent(differing / limit.elements)} of {limit.elements} "
+                f"elements differ from the contract's replay in the {len(limit.cases)} of "
                 f"{len(tally.counts)} cases that compute as one does, "
                 f"{percent(limit.allowed / limit.elements)} allowed there ({tally.numerics}); most "
                 f"in {_most(tally, limit.cases)}",
