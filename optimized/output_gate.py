@@ -42,7 +42,7 @@ class GateKnobs:
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "GateKnobs":
         if shape["N"] * shape["W"] <= FEW_ELEMENTS:
-            return cls(block=256, warps=1)
+            return cls(block=512, warps=4)
         return cls(block=2048, warps=4)
 
     @classmethod

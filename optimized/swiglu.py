@@ -27,8 +27,7 @@ from optimized.triton_support import (
 )
 
 MAX_ELEMENTS = 2**31 - 2**16  # elements are numbered in int32, the last block included
-FEW_ELEMENTS = 1 << 18  # below, small blocks spread over more SMs
-MANY_ELEMENTS = 1 << 21  # above, a thread takes two loads' worth
+MANY_ELEMENTS = 1 << 21  # above, a thread takes 16 of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +39,8 @@ class SwiGLUKnobs:
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "SwiGLUKnobs":
-        if shape["N"] * shape["F"] <= FEW_ELEMENTS:
-            return cls(block=512, warps=2)
         if shape["N"] * shape["F"] <= MANY_ELEMENTS:
-            return cls(block=1024, warps=4)
+            return cls(block=512, warps=4)
         return cls(block=2048, warps=4)
 
     @classmethod
