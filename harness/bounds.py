@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 FALSE_ALARM = 1e-5  # policy: the chance that a correct output of a change is refused
 STEPS = 200  # of bisection: more than doubles have bits
 TURNS = 20  # of a fit that halves its error in a few
-LEAST_FACTOR = 1e-6  # of a kind that shows no noise
 
 Path = frozenset[tuple[str, str, str]]  # module, operator and source line of each
+Replays = Sequence[tuple[int, int]]  # counts and kinds
 
 
 def beta_cdf(x: float, a: float, b: float) -> float:
@@ -97,12 +97,14 @@ class CaseNoise:
         """The same of rows in place of elements, those with one further off than `ulps`."""
         return CaseNoise(self.rows, self.far.get(ulps, []), self.kinds)
 
+    @property
+    def replays(self) -> list[tuple[int, int]]:
+        """Each replay's count and kind."""
+        return list(zip(self.counts, self.kinds or [0] * len(self.counts), strict=True))
+
     def of_kind(self, kind: int) -> "CaseNoise":
         """The same of one kind's replays alone."""
-        kinds = self.kinds or [0] * len(self.counts)
-        return CaseNoise(
-            self.size, [k for k, of in zip(self.counts, kinds, strict=True) if of == kind]
-        )
+        return CaseNoise(self.size, [count for count, of in self.replays if of == kind])
 
     @property
     def expected(self) -> float:
@@ -115,40 +117,54 @@ class CaseNoise:
 
 def spread(noise: Sequence[CaseNoise]) -> float:
     """How much more the counts of replays vary than independent elements would, given their case's
-    rate and their kind's: at least 1. Elements of a row share its norm, so they come in clusters;
-    the bounds then count clusters.
+    rate and, on their path, their kind's: at least 1. Elements of a row share its norm, so they
+    come in clusters; the bounds then count clusters.
     """
-    varying = [c for c in noise if len(c.counts) > 1 and 0 < c.expected < c.size]
-    if not varying:
-        return 1.0
-    rows = [list(zip(c.counts, c.kinds or [0] * len(c.counts), strict=True)) for c in varying]
-    factors = _kind_factors(rows)
+    paths: dict[Path, list[CaseNoise]] = {}
+    for case in noise:
+        paths.setdefault(case.path, []).append(case)
+    found = [_dispersion(cases) for cases in paths.values()]
+    freedom = sum(free for _, free in found)
+    return max(1.0, sum(squares for squares, _ in found) / freedom) if freedom else 1.0
+
+
+def _dispersion(noise: Sequence[CaseNoise]) -> tuple[float, int]:
+    """Pearson's chi-square of the counts of one path, and its degrees of freedom. Kinds that never
+    showed anything say nothing about how elements cluster."""
+    loud = {kind for case in noise for count, kind in case.replays if count}
+    rows = []
+    for case in noise:
+        row = [(count, kind) for count, kind in case.replays if kind in loud]
+        mean = sum(count for count, _ in row) / max(1, len(row))
+        if len(row) > 1 and 0 < mean < case.size:
+            rows.append((row, mean * (1 - mean / case.size)))
+    factors = _kind_factors([row for row, _ in rows])
+    freedom = sum(len(row) - 1 for row, _ in rows) - max(0, len(factors) - 1)
+    if freedom <= 0:
+        return 0.0, 0
     squares = 0.0
-    for case, row in zip(varying, rows, strict=True):
-        base = sum(case.counts) / sum(factors[kind] for _, kind in row)
-        for count, kind in row:
-            rate = min(base * factors[kind] / case.size, 1.0)
-            if 0 < rate < 1:
-                squares += (count - case.size * rate) ** 2 / (case.size * rate * (1 - rate))
-    freedom = sum(len(row) - 1 for row in rows) - (len(factors) - 1)
-    return max(1.0, squares / freedom) if freedom > 0 else 1.0
+    for row, variance in rows:
+        base = _base(row, factors)
+        squares += sum((count - base * factors[kind]) ** 2 for count, kind in row) / variance
+    return squares, freedom
 
 
-def _kind_factors(rows: Sequence[Sequence[tuple[int, int]]]) -> dict[int, float]:
-    """By how much each kind of replay is noisier, where a case's counts (of a row's (count, kind)
-    pairs) are its rate times that: the maximum of the likelihood, by turns."""
+def _kind_factors(rows: Sequence[Replays]) -> dict[int, float]:
+    """By how much each kind is noisier, where counts are their case's rate times that: the maximum
+    of the likelihood, by turns."""
     found = {kind: 1.0 for row in rows for _, kind in row}
     for _ in range(TURNS if len(found) > 1 else 0):
-        bases = [sum(n for n, _ in row) / sum(found[kind] for _, kind in row) for row in rows]
+        bases = [_base(row, found) for row in rows]
+        pairs = [(n, kind, b) for row, b in zip(rows, bases, strict=True) for n, kind in row]
         for kind in found:
-            own = [
-                (n, base)
-                for row, base in zip(rows, bases, strict=True)
-                for n, of in row
-                if of == kind
-            ]
-            found[kind] = max(sum(n for n, _ in own) / sum(b for _, b in own), LEAST_FACTOR)
+            own = [(n, b) for n, of, b in pairs if of == kind]
+            found[kind] = sum(n for n, _ in own) / sum(b for _, b in own)
     return found
+
+
+def _base(row: Replays, factors: Mapping[int, float]) -> float:
+    """The rate of a case, of a kind of factor 1."""
+    return sum(count for count, _ in row) / sum(factors[kind] for _, kind in row)
 
 
 def allowed(
@@ -167,11 +183,12 @@ def allowed(
 
 @dataclass(frozen=True)
 class Limit:
-    """How many of the `elements` of some `cases` may differ."""
+    """How many of the `elements` of some `cases` may differ: of all, or of those on one `path`."""
 
     cases: frozenset[str]
     elements: int
     allowed: int
+    path: Path | None = None
 
 
 def limits(
@@ -179,19 +196,24 @@ def limits(
 ) -> list[Limit]:
     """The limit of all cases, whose elements `sizes` counts, and where they compute on more than
     one path, of each path; together they refuse what is correct with a chance below FALSE_ALARM.
+
+    All of `noise` counts, that of cases without a size too: a large call may have none of its own.
+    A path's few replays hardly show that elements cluster, so none has a smaller spread than all.
     """
+    every = list(noise.values())
+    factor = max(least, spread(every))
     paths: dict[Path, set[str]] = {}
-    for case in sizes:
-        paths.setdefault(noise[case].path if case in noise else frozenset(), set()).add(case)
-    groups: list[Iterable[str]] = [sizes, *(paths.values() if len(paths) > 1 else ())]
+    for case, size in sizes.items():
+        if size and case in noise:
+            paths.setdefault(noise[case].path, set()).add(case)
+    groups: list[tuple[Path | None, Iterable[str]]] = [(None, sizes)]
+    groups += paths.items() if len(paths) > 1 else ()
     found = []
-    factor = least
-    for group in groups:
-        seen = [noise[case] for case in group if case in noise]
-        elements = sum(sizes[case] for case in group)
+    for path, cases in groups:
+        seen = every if path is None else [case for case in every if case.path == path]
+        elements = sum(sizes[case] for case in cases)
         most = allowed(seen, elements, factor, FALSE_ALARM / len(groups))
-        found.append(Limit(frozenset(group), elements, most))
-        factor = max(factor, spread(seen))  # few replays hardly show that elements cluster
+        found.append(Limit(frozenset(cases), elements, most, path))
     return found
 
 

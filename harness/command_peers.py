@@ -44,7 +44,9 @@ def peers(a: argparse.Namespace) -> int:
             against=a.against,
             note=progress,
         )
-    except ValueError as error:  # a plan of another device, say
+    except ValueError as error:
+        if plan is None:
+            raise
         raise UserError(f"{a.plan}: {error}") from error
     rows = list(bench.rows(a.rows or ROWS[kind]))
     judged = list(verdicts(bench, progress))

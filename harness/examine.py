@@ -1,5 +1,6 @@
 """Everything the judge measures about a candidate, node by node and case by case."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ from harness.trees import same_bits
 from harness.weigh import Evidence, Flip, weigh
 from optimized.change import Contract
 
+DIGITS = re.compile(r"\d+")
 NAMED = Plan(carry=None, name=True)
 
 
@@ -47,8 +49,10 @@ class Prepared:
 
     @property
     def path(self) -> Path:
-        """What rounded in the reference's run, whatever the number of its tokens."""
-        return frozenset((p.module, p.operator, p.source) for p in self.first.points)
+        """What rounded in the reference's run, however many tokens and whichever of several equal
+        modules they met."""
+        points = self.first.points
+        return frozenset((DIGITS.sub("*", p.module), p.operator, p.source) for p in points)
 
     @property
     def device(self) -> torch.device:

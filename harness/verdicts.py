@@ -1,7 +1,7 @@
 """From what an examination measured to a verdict: every limit is derived here."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from harness import bounds
@@ -100,7 +100,7 @@ def output_report(exam: Examination, tally: Tally) -> UlpReport:
                 "share",
                 f"{tally.output}: {percent(differing / limit.elements)} of {limit.elements} "
                 f"elements differ from the contract's replay in the {len(limit.cases)} of "
-                f"{len(tally.counts)} cases that compute as one does, "
+                f"{len(tally.counts)} cases that {path_words(limit, paths)}, "
                 f"{percent(limit.allowed / limit.elements)} allowed there ({tally.numerics}); most "
                 f"in {_most(tally, limit.cases)}",
             )
@@ -283,6 +283,19 @@ def noise_rate(exam: Examination) -> float:
     counts = sum(t.self_noise.count for t in exam.tallies.values())
     sizes = sum(t.self_noise.draws for t in exam.tallies.values())
     return min(0.5, bounds.upper_rate(counts, sizes)) if sizes else bounds.FALSE_ALARM
+
+
+def path_words(limit: bounds.Limit, paths: Sequence[bounds.Limit]) -> str:
+    """What sets a path apart: an operator that it alone has, or lacks."""
+    others = frozenset[tuple[str, str, str]]().union(
+        *(other.path or () for other in paths if other is not limit)
+    )
+    mine = limit.path or frozenset()
+    for has, points in (("go through", mine - others), ("lack", others - mine)):
+        if points:
+            _, operator, source = min(points)
+            return f"{has} {operator} at {source}"
+    return "go through all that the others do"
 
 
 def _most(tally: Tally, among: Collection[str] = ()) -> str:

@@ -8,8 +8,8 @@ from optimized.triton_support import row_stride
 
 
 class HeadLayout(NamedTuple):
-    """Where the heads of x [..., H, d] lie: `tokens` of them follow each other in a sequence, at
-    `token` elements' distance, sequences at `sequence`, a token's heads at `head`."""
+    """Strides of x [..., T, H, d], in elements: from one sequence of T = `tokens` tokens, from one
+    token and from one head to the next. Evenly spaced tokens are one sequence."""
 
     tokens: int
     sequence: int
@@ -23,15 +23,16 @@ class HeadLayout(NamedTuple):
 
 
 def head_layout(x: Tensor) -> HeadLayout | None:
-    """None unless every head is contiguous, and sequences are equally far apart: as they are, and
-    as attention returns them, with tokens and heads transposed."""
+    """The layout of x [..., H, d] or [..., T, H, d]. None where a head's values do not lie side by
+    side, or sequences are not equally far apart; tokens and heads may be transposed."""
     if x.dim() < 2 or (x.shape[-1] != 1 and x.stride(-1) != 1):
         return None
     heads = x.stride(-2) if x.shape[-2] != 1 else x.shape[-1]
     every = row_stride(x, inner=2)
     if every is not None:
         return HeadLayout(x.numel() // max(1, x.shape[-1] * x.shape[-2]), 0, every, heads)
-    sequence = row_stride(x[..., :1, :1, :1].flatten(-3)) if x.dim() > 3 else 0
-    if sequence is None:
+    if x.dim() < 3:
         return None
-    return HeadLayout(x.shape[-3], sequence, x.stride(-3), heads)
+    one = x[..., :1, :1, :1].flatten(-3)
+    sequence = row_stride(one) if one.numel() > 1 else 0
+    return None if sequence is None else HeadLayout(x.shape[-3], sequence, x.stride(-3), heads)

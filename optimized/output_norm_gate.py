@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.change import Change, Contract, Implementation, KnobValue
-from optimized.head_layout import head_layout
+from optimized.head_layout import HeadLayout, head_layout
 from optimized.inductor import inductor_implementation
 from optimized.output_gate import gated
 from optimized.triton_support import OfflineCase, begin, launch, outside_domain, row_stride
@@ -26,7 +26,6 @@ from optimized.triton_support import OfflineCase, begin, launch, outside_domain,
 MAX_ROWS = 2**31 - 2**16  # heads are numbered in int32, the last block included
 MAX_DIM = 1024
 FEW_ELEMENTS = 1 << 18  # below, small blocks spread over more SMs
-STRIDES = "a_tokens", "a_sequence", "a_token", "a_head", "gate_stride", "rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,8 @@ def build(node: Any, knobs: NormGateKnobs | None):
 def offline_cases() -> list[OfflineCase]:
     """One of eight tensor-parallel ranks, 16 heads of 64: a decode step and a prefill."""
     kinds: dict[str, str] = dict.fromkeys(("a_ptr", "gate_ptr", "out_ptr"), "*bf16")
-    kinds |= dict.fromkeys(STRIDES, "i32:16") | {"eps": "fp32"}
+    sizes = [*(f"a_{name}" for name in HeadLayout._fields), "gate_stride", "rows"]
+    kinds |= dict.fromkeys(sizes, "i32:16") | {"eps": "fp32"}
     cases = []
     for tokens in (1, 16384):
         knobs = NormGateKnobs.heuristic({"R": tokens * 16, "d": 64})

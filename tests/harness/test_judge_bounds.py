@@ -10,6 +10,7 @@ from harness.bounds import (
     FALSE_ALARM,
     CaseNoise,
     Limit,
+    Path,
     allowed,
     beta_cdf,
     binomial_limit,
@@ -21,9 +22,13 @@ from harness.bounds import (
 from harness.compare import SelfNoise, Tally
 from harness.examine import Examination
 from harness.region import RegionCases
-from harness.verdicts import distance_limit, far_limit, output_report
+from harness.verdicts import distance_limit, far_limit, output_report, path_words
 from harness.workload import Workload
 from optimized.change import Contract
+
+# The paths of many tokens and of few: the operators that round on each.
+MANY: Path = frozenset({("", "mm", "x.py:1"), ("", "add", "x.py:3")})
+FEW: Path = frozenset({("", "bmm", "x.py:2"), ("", "add", "x.py:3")})
 
 
 def binomial_tail(n: int, p: float, k: int) -> float:
@@ -104,41 +109,99 @@ def test_clusters_are_told_from_what_sets_kinds_apart() -> None:
     assert 15 < spread(cases(20)) < 26
 
 
+def quiet_decodes(count: int = 8) -> dict[str, CaseNoise]:
+    """Prefills are noisy; decodes compute otherwise and are not."""
+    noise = {f"prefill {i}": CaseNoise(30_000, [150] * 6, path=MANY) for i in range(8)}
+    return noise | {f"decode {i}": CaseNoise(1_000, [0] * 6, path=FEW) for i in range(count)}
+
+
+def sizes_of(noise: dict[str, CaseNoise]) -> dict[str, int]:
+    return {case: one.size for case, one in noise.items()}
+
+
 def test_each_path_has_a_limit_of_its_own() -> None:
-    """Prefills are noisy, decodes compute otherwise and are not."""
-    many, few = (frozenset({("", operator, "x.py:1")}) for operator in ("mm", "bmm"))
-    noise = {f"prefill {i}": CaseNoise(30_000, [150] * 6, path=many) for i in range(8)}
-    noise |= {f"decode {i}": CaseNoise(1_000, [0] * 6, path=few) for i in range(8)}
-    sizes = {case: one.size for case, one in noise.items()}
-    whole, *paths = limits(noise, sizes)
-    assert (whole.elements, whole.cases) == (248_000, frozenset(sizes))
-    assert [path.elements for path in paths] == [240_000, 8_000]
+    noise = quiet_decodes()
+    whole, *paths = limits(noise, sizes_of(noise))
+    assert (whole.elements, whole.cases, whole.path) == (248_000, frozenset(noise), None)
+    assert [(path.elements, path.path) for path in paths] == [(240_000, MANY), (8_000, FEW)]
     assert paths[1].cases == {f"decode {i}" for i in range(8)}
     assert whole.allowed > 1300 and paths[1].allowed < 20
     # All together refuse a correct output no more often than one limit does.
     prefills = [noise[f"prefill {i}"] for i in range(8)]
     assert paths[0].allowed == allowed(prefills, 240_000, 1.0, FALSE_ALARM / 3)
-    assert limits(noise, {"decode 0": 1_000}) == [
-        Limit(frozenset({"decode 0"}), 1_000, allowed([noise["decode 0"]], 1_000))
-    ]
+    (alone,) = limits({"decode 0": noise["decode 0"]}, {"decode 0": 1_000})
+    assert alone.allowed == allowed([noise["decode 0"]], 1_000)
 
 
 def test_elements_of_a_path_cluster_as_those_of_all_do() -> None:
-    """Three quiet replays of a few rows hardly show that a flip moves a whole row."""
-    many, few = (frozenset({("", operator, "x.py:1")}) for operator in ("mm", "bmm"))
-    noise = {f"prefill {i}": CaseNoise(30_000, [0, 256, 0, 0], path=many) for i in range(8)}
-    noise["decode"] = CaseNoise(768, [0, 0, 0], path=few)
-    found = limits(noise, {case: one.size for case, one in noise.items()})
+    """Three quiet replays of a few rows hardly show that a flip moves a whole row. Which path comes
+    first makes no difference, and one that clusters less than all has no larger spread than all."""
+    noise = {f"prefill {i}": CaseNoise(30_000, [0, 256, 0, 0], path=MANY) for i in range(8)}
+    noise["decode"] = CaseNoise(768, [0, 0, 0], path=FEW)
+    sizes = sizes_of(noise)
+    found = limits(noise, sizes)
     assert [limit.elements for limit in found] == [240_768, 240_000, 768]
     assert found[2].allowed >= 256
+    turned = limits(noise, dict(reversed(sizes.items())))
+    assert [limit.allowed for limit in turned] == [found[i].allowed for i in (0, 2, 1)]
+
+
+def test_calls_without_noise_of_their_own_have_that_of_all() -> None:
+    """A step too large to be replayed, and layers' later calls: on no path, within the whole."""
+    noise = quiet_decodes(count=0)
+    (whole,) = limits(noise, {"a large step": 10**6})
+    assert whole.allowed == allowed(list(noise.values()), 10**6) < 6000
+    (both,) = limits(noise, sizes_of(noise) | {"a later decode": 10_000})
+    assert both.elements == 250_000 and both.path is None
+
+
+def test_a_part_of_the_cases_has_no_larger_limit_than_all() -> None:
+    """So that what ends an examination early is refused in the end."""
+    noise = {f"case {i}": CaseNoise(10**5, [1] * 4, [0, 1, 0, 1]) for i in range(20)}
+    noise["edge"] = CaseNoise(10**5, [0, 400, 0, 0], [1, 0, 1, 0])
+    sizes = sizes_of(noise)
+    part = {"edge": sizes["edge"], "case 0": sizes["case 0"]}
+    assert limits(noise, part)[0].allowed <= limits(noise, sizes)[0].allowed
+
+
+def test_kinds_are_set_apart_on_each_path_by_itself() -> None:
+    """On one path a kind is twice as noisy, on the other it makes no difference."""
+    noise = {f"a{i}": CaseNoise(10**6, [1400, 2800] * 4, [0, 1] * 4, path=MANY) for i in range(4)}
+    noise |= {f"b{i}": CaseNoise(10**6, [2100] * 8, [0, 1] * 4, path=FEW) for i in range(4)}
+    assert spread(list(noise.values())) == 1.0
+    found = limits(noise, sizes_of(noise))
+    assert 8_400 < found[2].allowed < 9_200  # of the path where all are alike
+
+
+def test_kinds_that_show_nothing_say_nothing_of_clusters() -> None:
+    drawn = random.Random(1)
+    loud = [[20 * drawn.randint(0, 10) for _ in range(6)] for _ in range(30)]
+    mixed = [
+        CaseNoise(10**6, [n for count in row for n in (0, 0, count)], [0, 1, 2] * 6) for row in loud
+    ]
+    alone = [CaseNoise(10**6, row, [2] * 6) for row in loud]
+    assert spread(mixed) == spread(alone) > 10
+
+
+def test_a_path_is_named_by_what_sets_it_apart() -> None:
+    one, two, three = (("", operator, "x.py:1") for operator in ("add", "mul", "mm"))
+    paths = [frozenset({one, two}), frozenset({one}), frozenset({one, two, three})]
+    named = [Limit(frozenset({str(i)}), 1, 0, path) for i, path in enumerate(paths)]
+    assert [path_words(limit, named) for limit in named] == [
+        "lack mm at x.py:1",
+        "lack mm at x.py:1",
+        "go through mm at x.py:1",
+    ]
+    sums = [Limit(frozenset({str(i)}), 1, 0, frozenset(p)) for i, p in enumerate(([one], [two]))]
+    both = Limit(frozenset({"2"}), 1, 0, frozenset({one, two}))
+    assert path_words(both, [*sums, both]) == "go through all that the others do"
 
 
 def test_what_differs_on_a_quiet_path_alone_is_refused() -> None:
     exam = Examination(Contract(numerics="reduction"), set(), 0)
-    many, few = (frozenset({("", operator, "x.py:1")}) for operator in ("mm", "bmm"))
     replay = torch.ones(100, 300)
     tally = exam.tally("out")
-    for case, path, moved in (("prefill", many, 150), ("decode", few, 0)):
+    for case, path, moved in (("prefill", MANY, 150), ("decode", FEW, 0)):
         noisy = replay.clone()
         noisy.flatten()[:moved] *= 1 + 2**-20
         for _ in range(64):
@@ -154,7 +217,7 @@ def test_what_differs_on_a_quiet_path_alone_is_refused() -> None:
     report = output_report(exam, tally)
     assert report.allowed_share * report.elements > 200  # of all cases: enough for both
     reason = exam.faults.reason
-    assert reason is not None and "in the 1 of 2 cases that compute as one does" in reason
+    assert reason is not None and "in the 1 of 2 cases that go through bmm at x.py:2, " in reason
     assert reason.endswith("most in decode: 0.00067")
 
 

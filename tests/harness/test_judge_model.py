@@ -62,9 +62,10 @@ def test_a_skipped_rounding_shows_in_its_layer() -> None:
 
     candidate = changed(mini(), change("residual_boundary", once))
     verdict = judge_model(mini().model, candidate, mini(), 1)
-    assert verdict.reason is not None
-    assert verdict.reason.startswith("model.layers.0: out[0]: ")
-    assert "elements differ" in verdict.reason
+    assert verdict.reason is not None  # a route that flips, on some machines
+    shares = {r.output: (1 - r.bit_equal_share, r.allowed_share) for r in verdict.outputs}
+    differ, allowed = shares["model.layers.0: out[0]"]
+    assert differ > allowed > 0
 
 
 def test_what_a_part_of_a_layer_elides_is_known_to_the_layer() -> None:

@@ -90,13 +90,13 @@ def test_slice_of_a_packed_projection():
 
 @pytest.mark.parametrize(("heads", "dim"), [(6, 64), (1, 64), (3, 7)])
 def test_heads_as_attention_returns_them(heads, dim):
-    """Tokens and heads transposed, of two sequences; and a part of them."""
+    """Tokens and heads transposed, of two sequences; a part of them; and one sequence twice."""
     a, gate, bias = arguments(10, heads, dim)
     a, gate = a.view(2, 5, heads, dim), gate.view(2, 5, heads, dim)
     apart = a.transpose(1, 2).contiguous().transpose(1, 2)
     longer = bf16(2, heads, 9, dim, seed=5).transpose(1, 2)[:, 2:7]
-    for given in (apart, longer):
-        assert heads == 1 or given.stride(1) == dim
+    same = a[:1].expand(2, 5, heads, dim)
+    for given in (apart, longer, same):
         expected = run_triton(CHANGE, NODE, given.contiguous(), gate, bias)
         assert same_bits(run_triton(CHANGE, NODE, given, gate, bias), expected)
         assert_matches((given, gate, bias))
@@ -124,6 +124,8 @@ def test_guard_says_why():
     heads_apart = bf16(1, 2, 4, 64).transpose(1, 2)
     assert "strides" in refusal(CHANGE, NODE, a, heads_apart, bias)
     assert refusal(CHANGE, NODE, heads_apart, gate, bias) == ""
+    rows_apart = bf16(4, 128)[:, :64]
+    assert "strides" in refusal(CHANGE, NODE, rows_apart, rows_apart.contiguous(), bf16(4))
     values_apart = bf16(1, 4, 2, 128)[..., ::2]
     assert "strides" in refusal(CHANGE, NODE, values_apart, gate, bias)
     assert "torch.float32" in refusal(CHANGE, NODE, a.float(), gate, bias)
