@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.assembler import torchs_assembler
 from harness.bench import time_step
 from harness.errors import UserError
 from harness.layer_compile import LayerCompiler
@@ -114,7 +115,8 @@ def compile_layers(
     model = share(workload.model)
     layers = LayerCompiler(model, mode=mode)
     # Each kind of layer has a function of its own; the limit is for floats that stay constants.
-    with torch._dynamo.config.patch(recompile_limit=max(8, len(layers.layers))), torch.no_grad():
+    limit = torch._dynamo.config.patch(recompile_limit=max(8, len(layers.layers)))
+    with limit, torchs_assembler(), torch.no_grad():
         model(*inputs.args)
     return model, time.perf_counter() - started, layers.kinds
 
