@@ -8,12 +8,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from agents import run
-from agents.claude import secrets
-from agents.mcp_link import MCP
 from harness import cli
-from harness.arguments import positive
-from harness.errors import UserError
+
+try:
+    from agents import run
+    from agents.claude import secrets
+    from agents.mcp_link import MCP
+    from harness.arguments import positive
+    from harness.errors import UserError
+except ModuleNotFoundError as missing:
+    cli.end_without(missing, __name__)
 
 MINUTES = 120.0  # an agent thinks, too
 RUN = sys.executable, "-m", "agents.mcp_run"

@@ -5,16 +5,20 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from agents import base, lock, other_targets, search, start, storage, workers
-from agents.claude import options, secrets
-from agents.mcp_link import MCP
-from agents.pulse import Pulse
 from harness import cli
-from harness.arguments import count, positive, require_folder, seed
-from harness.change_file import require_change
-from harness.errors import ExitCode, UserError
-from harness.ledger import Ledger
-from harness.policy import Policy, add_options, allowed
+
+try:
+    from agents import base, lock, other_targets, search, start, storage, workers
+    from agents.claude import options, secrets
+    from agents.mcp_link import MCP
+    from agents.pulse import Pulse
+    from harness.arguments import count, positive, require_folder, seed
+    from harness.change_file import require_change
+    from harness.errors import ExitCode, UserError
+    from harness.ledger import Ledger
+    from harness.policy import Policy, add_options, allowed
+except ModuleNotFoundError as missing:
+    cli.end_without(missing, __name__)
 
 DEFAULT_MINUTES = {"cpu": 4.7, "cuda": 60.0}
 WAITING = "waiting for the run's earlier process"

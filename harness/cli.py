@@ -11,6 +11,7 @@ from typing import NoReturn
 from harness.errors import ExitCode, SelfTestError, UserError
 
 BROKEN_PIPE = 128 + 13  # what a shell reports for a process that SIGPIPE ended
+OURS = "reference", "optimized", "harness", "traces", "agents", "reports", "tests"
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
@@ -35,6 +36,8 @@ def run(main: Callable[[], int | None]) -> int:
         return fail(str(error), ExitCode.BAD_INPUT)
     except SelfTestError as error:
         return fail(str(error), ExitCode.SELF_TEST)
+    except ModuleNotFoundError as error:
+        return fail(not_installed(error), ExitCode.BAD_INPUT)
     except KeyboardInterrupt:
         return fail("interrupted", ExitCode.INTERRUPTED)
     except BrokenPipeError:
@@ -51,6 +54,25 @@ def run(main: Callable[[], int | None]) -> int:
             raise
         first = str(error).splitlines()[0]
         return fail(f"{first} Choose a smaller preset or target", ExitCode.BAD_INPUT)
+
+
+def not_installed(error: ModuleNotFoundError) -> str:
+    """What to do about a package that is not there; raises `error` where the module is ours."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", *OURS):
+        raise error
+    return (
+        f"{package} is not installed for {sys.executable}; use .venv/bin/python, which make run "
+        "sets up, or install with pip install -c constraints.txt -e ."
+    )
+
+
+def end_without(error: ModuleNotFoundError, importer: str) -> NoReturn:
+    """For a command's module whose own imports fail: the same line and exit code as in `run`. Who
+    imports it otherwise gets the error."""
+    if importer != "__main__":
+        raise error
+    sys.exit(fail(not_installed(error), ExitCode.BAD_INPUT))
 
 
 def fail(message: str, code: ExitCode) -> int:

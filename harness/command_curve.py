@@ -19,11 +19,11 @@ def curves(a: argparse.Namespace) -> int:
     deadline = time.monotonic() + 60 * a.budget_minutes
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     here = environment(workload.device)
-    progress(f"{workload.name} {workload.preset} on {here.device_name}")
     with hearing() as said:
         models = {REFERENCE: workload.model}
         if (tree := planned(a, workload)) is not None:
             models["plan"] = tree
+        progress(f"{workload.name} {workload.preset} on {here.device_name}")
         ceilings = measure_ceilings(workload.device)
         chosen = targets(a.curve, toy=workload.toy)
         made = curve(workload, models, chosen, deadline=deadline, ceilings=ceilings, note=progress)

@@ -33,7 +33,6 @@ def peers(a: argparse.Namespace) -> int:
     kind = workload.device.type
     here = environment(workload.device)
     plan = load_plan(a.plan, workload.name, here.device_name)
-    progress(f"{workload.name} {workload.preset} on {here.device_name}")
     try:
         bench = PeerBench(
             workload,
@@ -48,6 +47,7 @@ def peers(a: argparse.Namespace) -> int:
         if plan is None:
             raise
         raise UserError(f"{a.plan}: {error}") from error
+    progress(f"{workload.name} {workload.preset} on {here.device_name}")
     rows = list(bench.rows(a.rows or ROWS[kind]))
     judged = list(verdicts(bench, progress))
     output = {

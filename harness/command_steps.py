@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from harness import cli
 from harness.bench_curve import free
 from harness.bench_plan import Said, hearing, planned
@@ -22,9 +24,10 @@ def steps(a: argparse.Namespace) -> int:
     workload = Workload.load(a.model, a.preset, a.device, a.seed)
     targets = [workload.target(name) for name in a.target]
     here = environment(workload.device)
-    progress(f"{workload.name} {workload.preset} on {here.device_name}")
     with hearing() as said:
-        output, found = measured(a, workload, targets, here, said)
+        tree = planned(a, workload)
+        progress(f"{workload.name} {workload.preset} on {here.device_name}")
+        output, found = measured(a, workload, targets, tree, here, said)
     if a.json:
         print(json.dumps(output, indent=2))
     else:
@@ -41,11 +44,11 @@ def measured(
     a: argparse.Namespace,
     workload: Workload,
     targets: Sequence[Target],
+    tree: nn.Module | None,
     here: Environment,
     said: Said,
 ) -> tuple[dict[str, Any], list[StepFigures]]:
     """All targets, with what is written after each: the next may not fit."""
-    tree = planned(a, workload)
     ceilings = None if workload.toy else measure_ceilings(workload.device)
     found: list[StepFigures] = []
     output: dict[str, Any] = {}

@@ -71,6 +71,8 @@ class Plan:
             data = tomllib.loads(path.read_text())
             changes = tuple(_enabled(entry) for entry in data.get("change", []))
             return cls(model=data["model"], device=data["device"], changes=changes)
+        except FileNotFoundError as error:
+            raise ValueError(f"no plan at {path}; name a plan.toml, or a run's folder") from error
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a plan ({error}); see optimized/plan.py") from error
 

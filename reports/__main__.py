@@ -10,10 +10,14 @@ from harness import cli
 from harness.arguments import count
 from harness.certificate import ROOT
 from harness.errors import ExitCode, UserError
-from reports import ci, curves, markdown, notebook, page, pr_notebook, pr_open, pr_page
-from reports.files import write_text
-from reports.run import Run
-from reports.write import write_pictures
+
+try:
+    from reports import ci, curves, markdown, notebook, page, pr_notebook, pr_open, pr_page
+    from reports.files import write_text
+    from reports.run import Run
+    from reports.write import write_pictures
+except ModuleNotFoundError as missing:
+    cli.end_without(missing, __name__)
 
 NAMES = {"html": page.NAME, "md": markdown.NAME}
 

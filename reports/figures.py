@@ -86,6 +86,19 @@ def _against(run: Run, baseline: Baseline, kind: str) -> Ratio | None:
     return ratio(timing, getattr(after, kind))
 
 
+def ends(run: Run, kind: str) -> tuple[Timing | None, Timing | None]:
+    """The unchanged model and the result: of the closing pairs, in which the machine's drift
+    cancels, or, until there are any, as each was timed."""
+    before, after = run.before(kind), run.after
+    if after is not None and after.pairs is not None and not run.unchanged:
+        p: Paired = getattr(after.pairs, kind)
+        if p.base_interval_us is not None:
+            start = Timing(median_us=p.base_us, interval_us=p.base_interval_us, samples=p.pairs)
+            low_high = p.candidate_interval_us
+            return start, Timing(median_us=p.candidate_us, interval_us=low_high, samples=p.pairs)
+    return getattr(before, kind, None), getattr(after, kind, None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Gain per step of the target, as predicted from the trace and as measured."""

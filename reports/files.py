@@ -7,6 +7,16 @@ from pathlib import Path
 from harness.errors import UserError
 
 
+def make_folder(path: Path) -> None:
+    """Make `path` where it is not there. UserError where that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the folder {path}: {error.strerror}; name another with -o"
+        ) from error
+
+
 def write_text(path: Path, text: str) -> Path:
     """Write `text` as UTF-8 beside `path`, then rename: `path` is never half written."""
     temporary: str | None = None
@@ -19,6 +29,11 @@ def write_text(path: Path, text: str) -> Path:
         os.chmod(temporary, 0o644)  # mkstemp's own mode would hide the report from other users
         os.replace(temporary, path)
         temporary = None
+    except FileNotFoundError as error:
+        raise UserError(
+            f"cannot write {path}: there is no folder {path.parent}; make it, or name another file "
+            "with -o"
+        ) from error
     except OSError as error:
         raise UserError(
             f"cannot write {path}: {error.strerror}; free space, or name another file with -o"

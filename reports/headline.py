@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from harness.records import Baseline, Status, Timing
 from reports import text
-from reports.figures import Ratio, baseline_rows
+from reports.figures import Ratio, baseline_rows, ends
 from reports.run import Run
 from reports.svg import Canvas, text_width
 
@@ -41,12 +41,13 @@ def headlines(run: Run) -> list[Headline]:
     for kind in run.kinds:
         before = run.before(kind)
         compiled = rows.get("compile")
+        start, end = ends(run, kind)
         found.append(
             Headline(
                 kind=kind,
                 before=before,
-                start=getattr(before, kind) if before else None,
-                end=getattr(run.after, kind) if run.after else None,
+                start=start,
+                end=end,
                 faster=getattr(rows[before.name], kind) if before else None,
                 compiled=getattr(compiled, kind) if compiled else None,
                 floor_us=floor_us(run, kind),

@@ -3,7 +3,7 @@
 from harness.records import Status
 from reports import text
 from reports.chart import levels, visible_baselines
-from reports.figures import Step, steps
+from reports.figures import Step, ends, steps
 from reports.headline import workload
 from reports.run import Run
 from reports.svg import Canvas, text_width, ticks
@@ -42,9 +42,10 @@ def _panel(canvas: Canvas, run: Run, kind: str, path: list[Step], top: float) ->
     def y(us: float) -> float:
         return top + PANEL * (1 - us / scale / high)
 
-    changed = run.after if not run.unchanged else None
-    end = getattr(changed, kind).median_us if changed else level[-1]  # as every headline has it
-    path_words = text.path(level[0], end)
+    start, end = ends(run, kind) if not run.unchanged else (None, None)  # as every headline has it
+    path_words = text.path(
+        start.median_us if start else level[0], end.median_us if end else level[-1]
+    )
     canvas.text(0, top - 30, kind.capitalize(), size=16, bold=True)
     canvas.text(WIDTH, top - 30, path_words, size=16, anchor="end", bold=True)
     canvas.text(

@@ -63,8 +63,9 @@ def chosen(
         return found
     bundles = [bundle for bundle, _ in written if change in (None, bundle.index)]
     if not bundles:
-        kept = ", ".join(str(bundle.index) for bundle, _ in written) or "none"
-        raise UserError(f"there is nothing to open: the run kept {kept}")
+        kept = ", ".join(str(bundle.index) for bundle, _ in written)
+        asked = "" if change is None else f"there is no kept change number {change}; "
+        raise UserError(f"{asked}{f'kept are number {kept}' if kept else 'the run kept nothing'}")
     raise UserError(f"change {bundles[0].index} cannot be opened: {why_not(bundles[0])}")
 
 

@@ -77,10 +77,9 @@ def whole_rows(run: Run) -> list[tuple[str, Timing | str, Timing | str]]:
         return []
     rows: list[tuple[str, Timing | str, Timing | str]] = []
     for kind in KINDS:
-        before = run.before(kind)
-        if before is not None:
-            step = run.header.workload.get(kind) or kind
-            rows.append((step, getattr(before, kind), getattr(run.final, kind)))
+        before, after = figures.ends(run, kind)
+        if before is not None and after is not None:
+            rows.append((run.header.workload.get(kind) or kind, before, after))
     sides: dict[str, dict[str, Timing | str]] = {}
     for name, timing in run.final.other_targets.items():
         target, _, side = name.partition(", ")

@@ -53,11 +53,11 @@ def headline(run: Run) -> list[str]:
         if before is None:
             lines.append(f"{kind}: not measured")
             continue
-        start = getattr(before, kind)
-        if after is None:
+        start, end = figures.ends(run, kind)
+        assert start is not None
+        if after is None or end is None:
             lines.append(f"{kind}: {text.time(start.median_us)}, nothing kept")
             continue
-        end = getattr(after, kind)
         moved = text.path(start.median_us, end.median_us)
         if run.unchanged:
             moved = (

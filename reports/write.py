@@ -4,7 +4,7 @@ from pathlib import Path
 
 from harness.certificate import FOLDER
 from reports import latency, layer, markdown, page, pr_page
-from reports.files import write_text
+from reports.files import make_folder, write_text
 from reports.run import Run
 from reports.summary import write_summary
 
@@ -24,6 +24,10 @@ def write_reports(run_dir: Path) -> list[Path]:
 
 
 def write_pictures(run: Run, folder: Path) -> list[Path]:
-    """The two pictures of a run, as standalone SVG; what was not measured is not drawn."""
+    """The two pictures of a run, as standalone SVG, in a folder that is made; what was not measured
+    is not drawn."""
     drawn = {latency.NAME: latency.latency(run), layer.NAME: layer.layer(run)}
-    return [write_text(folder / name, svg) for name, svg in drawn.items() if svg is not None]
+    made = {name: svg for name, svg in drawn.items() if svg is not None}
+    if made:
+        make_folder(folder)
+    return [write_text(folder / name, svg) for name, svg in made.items()]

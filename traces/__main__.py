@@ -96,7 +96,8 @@ def run_capture(options: argparse.Namespace) -> None:
         print_json({"file": str(options.output), **trace.summary()})
     else:
         tables.print_summary(trace)
-        print(f"written to {options.output}; open it in Perfetto, or: python -m traces table")
+        then = f"python -m traces table {options.output}"
+        print(f"written to {options.output}; open it in Perfetto, or: {then}")
 
 
 def run_table(options: argparse.Namespace) -> None:

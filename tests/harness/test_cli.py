@@ -4,11 +4,14 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from harness import cli
 from harness.errors import ExitCode, SelfTestError, UserError
+
+ROOT = Path(__file__).parents[2]
 
 
 class OutOfMemoryError(RuntimeError):
@@ -45,6 +48,31 @@ CASES = [
 def test_an_error_is_one_line_and_a_code(error, code, line, capfd):
     assert cli.run(raising(error)) == code
     assert capfd.readouterr().err == line + "\n"
+
+
+COMMANDS = [
+    ["harness", "ceilings"],
+    ["agents.run", "--target", "decode-bs1"],
+    ["reports", "md", "x"],
+    ["traces", "candidates", "--model", "beam"],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_a_missing_package_is_one_line(words):
+    """Python without site-packages."""
+    command = [sys.executable, "-S", "-m", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert " is not installed for " in done.stderr and "use .venv/bin/python" in done.stderr
+
+
+def test_a_missing_module_of_ours_is_our_mistake():
+    with pytest.raises(ModuleNotFoundError):
+        cli.run(raising(ModuleNotFoundError("No module named", name="harness.gone")))
+    with pytest.raises(ModuleNotFoundError):
+        cli.end_without(ModuleNotFoundError("No module named", name="torch"), "agents.run")
 
 
 def test_our_own_mistakes_keep_their_traceback():

@@ -143,6 +143,7 @@ BAD = [
     (["bench", "--evaluations", "--plan", "x"], "--plan is for --peers or --curve; give that, or"),
     (["bench", "--peers", "--plan", "x", "--beyond-domain"], "--beyond-domain is for --curve or -"),
     (["bench", "--peers", "--target", "decode-bs1"], "--target is for --plan; give that, or leav"),
+    (["bench", "--plan", "gone.toml"], "no plan at gone.toml; name a plan.toml, or a run's folder"),
     (["bench", "--rows", "1"], "--rows is for --peers; give that, or leave it out"),
     (
         ["bench", "--peers", "--beyond-domain"],

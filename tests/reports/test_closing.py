@@ -4,11 +4,14 @@ import pytest
 
 from harness.ledger import Ledger
 from harness.records import Latency, Paired, Verdict
+from reports.latency import latency
 from reports.markdown import markdown
 from reports.page import page
 from reports.run import Run
 from reports.summary import summary
 from reports.terminal import headline
+
+NBSP = "\u00a0"
 
 
 def add(directory, passed: bool) -> Run:
@@ -38,6 +41,7 @@ def test_closing_pairs_give_the_speed_up_over_the_model_as_it_was(cuda_run):
         gain_interval_us=(2_900.0, 3_100.0),
         mde_us=50.0,
         pairs=40,
+        base_interval_us=(17_900.0, 18_100.0),
     )
     ledger = Ledger.open(cuda_run)
     final = dict(ledger.last("final") or {})
@@ -50,6 +54,16 @@ def test_closing_pairs_give_the_speed_up_over_the_model_as_it_was(cuda_run):
     )
     assert found["speedup"]["prefill"]["vs_eager"] == pytest.approx(1.2)
     assert found["speedup"]["decode"]["vs_eager"] == before["decode"]["vs_eager"]
+    # What stands beside the speed-up is what it is of, wherever it is shown.
+    run, path = Run.load(cuda_run), "18.00 → 15.00 ms"
+    decode = next(line for line in headline(run) if line.startswith("decode: "))
+    assert decode.startswith(f"decode: {path} [14.90, 15.10] ms; against the baselines ")
+    assert "1.20× [1.19, 1.21] graph" in decode
+    assert f"**Decode: {path}** ([17.90, 18.10] ms plain PyTorch" in markdown(run).replace(
+        NBSP, " "
+    )
+    picture = latency(run)
+    assert picture is not None and path in picture.replace(NBSP, " ")
 
 
 def test_the_closing_verdict_is_in_the_summary_and_on_the_terminal(cpu_run):

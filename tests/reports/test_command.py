@@ -50,7 +50,18 @@ def test_unwritable_output_is_one_line(cpu_run: Path, tmp_path: Path) -> None:
     done = reports("html", cpu_run, "-o", tmp_path / "missing" / "page.html")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "cannot write" in done.stderr and "No such file or directory" in done.stderr
+    assert "cannot write" in done.stderr
+    assert f"there is no folder {tmp_path / 'missing'}; make it, or name" in done.stderr
+
+
+def test_a_folder_for_pictures_is_made(cpu_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "one"
+    done = reports("pictures", cpu_run, "-o", folder)
+    assert done.returncode == 0
+    assert done.stdout.split() == [str(folder / "latency.svg"), str(folder / "layer.svg")]
+    (tmp_path / "file").touch()
+    done = reports("pictures", cpu_run, "-o", tmp_path / "file" / "x")
+    assert done.returncode == 2 and done.stderr.startswith("error: cannot make the folder ")
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path: Path) -> None:

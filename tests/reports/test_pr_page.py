@@ -99,11 +99,11 @@ def test_without_a_patch_the_reason_is_said_and_what_stands_on_it_has_none(cuda_
     assert pr_open.requests(written, "run") == []
     with pytest.raises(UserError, match="change 7 cannot be opened: it stands on x"):
         pr_open.chosen([], written, 7)
-    with pytest.raises(UserError, match="nothing to open: the run kept 3, 7"):
+    with pytest.raises(UserError, match="there is no kept change number 4; kept are number 3, 7"):
         pr_open.chosen([], written, 4)
 
 
 def test_nothing_kept_is_nothing_written(unfinished_run: Path) -> None:
     assert pr_page.write(unfinished_run) == []
-    with pytest.raises(UserError, match="nothing to open: the run kept none"):
+    with pytest.raises(UserError, match="the run kept nothing"):
         pr_open.chosen([], [], None)
