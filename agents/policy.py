@@ -56,10 +56,11 @@ def decide(
                 reason=f"{name} got slower by {_figures(pair, sign=-1)}, although {target} "
                 f"gained {gain.gain_us:.1f} us",
             )
-    others = " and ".join(measured)
-    return Decision(
-        status=Status.KEPT, reason=f"{target} gained {_figures(gain)}; {others} got no slower"
+    others = " and ".join(
+        f"{name} got no slower (a loss of {pair.mde_us:.1f} us would show)"
+        for name, pair in measured.items()
     )
+    return Decision(status=Status.KEPT, reason=f"{target} gained {_figures(gain)}; {others}")
 
 
 def _figures(pair: Paired, sign: int = 1) -> str:

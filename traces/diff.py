@@ -26,6 +26,12 @@ class Difference(Record):
     kernels_after: int
     appeared: dict[str, int]  # kernels by name, with how many more calls than before
     vanished: dict[str, int]
+    shift: float = 1.0  # how many times as long everything takes after
+
+    @property
+    def beyond_us(self) -> float:
+        """By how much it moved beyond the shift of everything."""
+        return self.after_us - self.shift * self.before_us
 
     @property
     def delta_us(self) -> float:
@@ -38,8 +44,7 @@ class Difference(Record):
 
 
 FEWEST = 5  # modules with the same kernels that tell noise
-BEYOND = 3.0  # standard deviations
-NORMAL = 1.4826  # of a normal distribution's median absolute deviation is one of those
+FALSE_ALARM = 0.05  # policy: the chance that any module of two traces of one program seems changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +52,28 @@ class Noise(Record):
     """What two traces differ by where nothing changed.
 
     A module's time is a sum over kernels, so its scatter grows as the square root of its time.
+    Single kernels are now and then late by much, so its tail is taken as an exponential's.
     """
 
     ratio: float  # the median of after over before
-    scatter: float  # one standard deviation, us per square root of us
+    scatter: float  # the median distance from that, us per square root of us
     modules: int  # that launch the same kernels in both
 
     def explains(self, before_us: float, after_us: float) -> bool:
         moved = abs(after_us - self.ratio * before_us)
-        return moved <= BEYOND * self.scatter * math.sqrt(before_us) + 1e-9
+        return moved <= self.medians * self.scatter * math.sqrt(before_us) + 1e-9
+
+    @property
+    def medians(self) -> float:
+        """How many medians any of so many modules is off with a chance of `FALSE_ALARM`."""
+        return math.log(self.modules / FALSE_ALARM) / math.log(2)
 
     @property
     def words(self) -> str:
         return (
             f"{self.modules} modules that launch the same kernels in both take "
             f"{self.ratio:.3f} times as long after; faster or slower is what moved further from "
-            f"that than {BEYOND:g} standard deviations of their scatter"
+            f"that than noise moves any of so many once in {1 / FALSE_ALARM:.0f} comparisons"
         )
 
 
@@ -80,7 +91,7 @@ def noise(before: Sequence[KernelRow], after: Sequence[KernelRow]) -> Noise | No
     if len(times) < FEWEST:
         return None
     ratio = median(b / a for a, b in times)
-    scatter = NORMAL * median(abs(b - ratio * a) / math.sqrt(a) for a, b in times)
+    scatter = median(abs(b - ratio * a) / math.sqrt(a) for a, b in times)
     return Noise(ratio=ratio, scatter=scatter, modules=len(times))
 
 
@@ -88,6 +99,7 @@ def diff(before: Sequence[KernelRow], after: Sequence[KernelRow]) -> list[Differ
     """Every module of either trace: what changed first, then the largest change of time."""
     sides = [_by_module(rows) for rows in (before, after)]
     still = noise(before, after)
+    shift = 1.0 if still is None else still.ratio
     found = []
     for module in dict.fromkeys((*sides[0], *sides[1])):
         old, new = (side.get(module, []) for side in sides)
@@ -103,6 +115,7 @@ def diff(before: Sequence[KernelRow], after: Sequence[KernelRow]) -> list[Differ
                 kernels_after=sum(names_new.values()),
                 appeared=dict(names_new - names_old),
                 vanished=dict(names_old - names_new),
+                shift=shift,
             )
         )
     return sorted(found, key=lambda d: (not d.changed, -abs(d.delta_us)))

@@ -94,11 +94,12 @@ def _counts(found: Sequence[Difference]) -> str:
 
 def _module(d: Difference, longest: float) -> str:
     calls = f"{d.kernels_before} → {d.kernels_after} kernels"
+    beyond = "" if d.shift == 1.0 else f", {d.beyond_us:+,.1f} beyond the shift of all"
     return (
         f"<article>\n<h2>{escape(d.module or '(the model)')}</h2>\n"
         f'<p class="line"><b class="{d.status}">{d.status}</b>'
         f"<span>{d.before_us:,.1f} → {d.after_us:,.1f} µs</span>"
-        f'<span class="{d.status}">{d.delta_us:+,.1f} µs</span><span>{calls}</span></p>\n'
+        f'<span class="{d.status}">{d.delta_us:+,.1f} µs{beyond}</span><span>{calls}</span></p>\n'
         f"{_bars(d, longest)}{_names('appeared', d.appeared)}{_names('vanished', d.vanished)}"
         "</article>\n"
     )

@@ -154,8 +154,8 @@ def print_diff(
     print(UNKNOWN if still is None else still.words)
     print_table(
         "",
-        ("module", "change", "before us", "after us", "difference", "kernels", "appeared")
-        + ("vanished",),
+        ("module", "change", "before us", "after us", "difference", "beyond shift", "kernels")
+        + ("appeared", "vanished"),
         [
             (
                 d.module or "(the model)",
@@ -163,6 +163,7 @@ def print_diff(
                 f"{d.before_us:.1f}",
                 f"{d.after_us:.1f}",
                 f"{d.delta_us:+.1f}",
+                f"{d.beyond_us:+.1f}",
                 f"{d.kernels_before} -> {d.kernels_after}",
                 names(d.appeared),
                 names(d.vanished),

@@ -1,5 +1,6 @@
 """Kernel rows, their sums, layer maps and diffs, on traces made by hand."""
 
+import random
 import re
 from dataclasses import replace
 
@@ -161,8 +162,32 @@ def test_diff_tells_a_slower_machine_from_a_slower_module() -> None:
     found = {d.module: d for d in diff(before, after)}
     assert found["norm"].delta_us > 25 and found["norm"].status == "same"
     assert found["gate"].status == "faster"
+    assert found["gate"].beyond_us == pytest.approx(found["gate"].delta_us - 29.0, abs=0.5)
+    assert abs(found["norm"].beyond_us) < 3
     still = noise(before, after)
     assert still is not None and "take 1.290 times as long after" in still.words
+
+
+def test_diff_of_many_equal_modules_seldom_calls_one_changed() -> None:
+    """Two traces of one program, whose kernels are now and then late by much: an exponential."""
+    drawn, alarms = random.Random(0), 0
+    names = [f"part{i}" for i in range(20)]
+    calls = [("", None), *((name, 0) for name in names)]
+    for _ in range(200):
+        sides = [
+            kernel_rows(
+                trace(
+                    [
+                        Did(name=name, call=at, time_us=100.0 + drawn.expovariate(0.5))
+                        for at, name in enumerate(names, start=1)
+                    ],
+                    calls,
+                )
+            )
+            for _ in range(2)
+        ]
+        alarms += any(d.status != "same" for d in diff(*sides))
+    assert alarms <= 20  # a tenth; the scatter is itself a guess from 20
 
 
 def test_diff_puts_other_kernels_first_also_where_they_take_as_long() -> None:
