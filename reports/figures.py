@@ -90,7 +90,7 @@ def ends(run: Run, kind: str) -> tuple[Timing | None, Timing | None]:
     """The unchanged model and the result: of the closing pairs, in which the machine's drift
     cancels, or, until there are any, as each was timed."""
     before, after = run.before(kind), run.after
-    if after is not None and after.pairs is not None and not run.unchanged:
+    if before and after and after.pairs and not run.unchanged:
         p: Paired = getattr(after.pairs, kind)
         if p.base_interval_us is not None:
             start = Timing(median_us=p.base_us, interval_us=p.base_interval_us, samples=p.pairs)

@@ -30,23 +30,38 @@ def test_a_failed_closing_verdict_is_a_banner(render, cpu_run):
     assert "The model as it ended failed its verdict: out[0] differs in 0.3" in shown
 
 
+PAIR = Paired(
+    base_us=18_000.0,
+    candidate_us=15_000.0,
+    candidate_interval_us=(14_900.0, 15_100.0),
+    gain_us=3_000.0,
+    gain_interval_us=(2_900.0, 3_100.0),
+    mde_us=50.0,
+    pairs=40,
+    base_interval_us=(17_900.0, 18_100.0),
+)
+
+
+def test_closing_pairs_without_a_baseline_to_name_are_shown_nowhere(cuda_run):
+    ledger = Ledger.open(cuda_run)
+    final = dict(ledger.last("final") or {})
+    ledger.append("final", {**final, "pairs": Latency(decode=PAIR, prefill=PAIR).to_json()})
+    path = cuda_run / "ledger.jsonl"
+    lines = [line for line in path.read_text().splitlines() if '"kind": "baseline"' not in line]
+    path.write_text("\n".join(lines) + "\n")
+    run = Run.load(cuda_run)
+    assert run.before("decode") is None
+    assert "decode: not measured" in headline(run)
+    assert "18.00" not in markdown(run) and "18.00" not in page(run)
+
+
 def test_closing_pairs_give_the_speed_up_over_the_model_as_it_was(cuda_run):
     """16 ms at the start and 15.76 at the end; in pairs at the end, 18 against 15: the machine
     had become slower, and only the pairs know."""
-    pair = Paired(
-        base_us=18_000.0,
-        candidate_us=15_000.0,
-        candidate_interval_us=(14_900.0, 15_100.0),
-        gain_us=3_000.0,
-        gain_interval_us=(2_900.0, 3_100.0),
-        mde_us=50.0,
-        pairs=40,
-        base_interval_us=(17_900.0, 18_100.0),
-    )
     ledger = Ledger.open(cuda_run)
     final = dict(ledger.last("final") or {})
     before = summary(Run.load(cuda_run))["speedup"]
-    ledger.append("final", {**final, "pairs": Latency(decode=pair, prefill=pair).to_json()})
+    ledger.append("final", {**final, "pairs": Latency(decode=PAIR, prefill=PAIR).to_json()})
     found = summary(Run.load(cuda_run))
     assert found["speedup"]["decode"]["vs_graph"] == pytest.approx(1.2)
     assert found["speedup_interval"]["decode"]["vs_graph"] == pytest.approx(
