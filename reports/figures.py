@@ -28,26 +28,27 @@ BASELINE_TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """How many times faster, with its 95% interval."""
+    """How many times faster, with its 95% interval; `sure` if that is beyond noise."""
 
     value: float
     interval: tuple[float, float]
+    sure: bool
 
 
 def ratio(base: Timing, after: Timing) -> Ratio:
     """From two medians of other minutes: the interval combines the far ends of both."""
     low, high = after.interval_us
-    return Ratio(
-        value=base.median_us / after.median_us,
-        interval=(base.interval_us[0] / high, base.interval_us[1] / low),
-    )
+    within = base.interval_us[0] / high, base.interval_us[1] / low
+    sure = not within[0] <= 1 <= within[1]
+    return Ratio(value=base.median_us / after.median_us, interval=within, sure=sure)
 
 
 def paired_ratio(pair: Paired) -> Ratio:
     """From interleaved pairs, in which the machine's drift cancels."""
     ends = [1 + g / c for g in pair.gain_interval_us for c in pair.candidate_interval_us]
     value = 1 + pair.gain_us / pair.candidate_us
-    return Ratio(value=value, interval=(min(ends), max(ends)))
+    sure = pair.is_faster or pair.is_slower
+    return Ratio(value=value, interval=(min(ends), max(ends)), sure=sure)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """The verdict on the model as a run ends is shown, and a failed one is not to be overlooked."""
 
+from dataclasses import replace
+
 import pytest
 
 from harness.ledger import Ledger
@@ -40,6 +42,18 @@ PAIR = Paired(
     pairs=40,
     base_interval_us=(17_900.0, 18_100.0),
 )
+
+
+def test_a_speed_up_within_noise_is_not_in_bold(cuda_run):
+    ledger = Ledger.open(cuda_run)
+    final = dict(ledger.last("final") or {})
+    hidden = replace(PAIR, mde_us=4_000.0)
+    ledger.append("final", {**final, "pairs": Latency(decode=PAIR, prefill=hidden).to_json()})
+    run = Run.load(cuda_run)
+    words = markdown(run).replace(NBSP, " ")
+    assert words.count("**1.20×** [1.19, 1.21]") == 1  # decode, in the graph
+    assert words.count("1.20× [1.19, 1.21]") == 1  # prefill, eager
+    assert "<b>1.20×</b>" in page(run) and ">1.20×<span" in page(run)
 
 
 def test_closing_pairs_without_a_baseline_to_name_are_shown_nowhere(cuda_run):
