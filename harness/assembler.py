@@ -2,9 +2,10 @@
 
 To choose a matrix product, torch.compile has worker processes compile the candidates and then times
 them in this process. The workers assemble with the `ptxas` that comes with torch, this process with
-Triton's, and what Triton keeps on disk is filed under the assembler's version: nothing was found,
-and each candidate was compiled again, one after the other. Seen with torch 2.11 (ptxas 13.0) and
-Triton 3.6 (12.8) on an H200, 2026-11-30: half a second for each of 19 candidates.
+Triton's, and what Triton keeps on disk is filed under the assembler's version: where those differ
+(13.0 of torch 2.11, 12.8 of Triton 3.6) nothing is found, and each candidate is compiled again, one
+after the other. So the sources of both say; half a second for each of 19 candidates was seen on an
+H200 (2026-11-30).
 """
 
 import os

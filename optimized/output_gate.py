@@ -152,7 +152,7 @@ def build(node: nn.Module, knobs: GateKnobs | None):
             HEAD_DIM=a.shape[-1],
             APART=layout.head != a.shape[-1] or layout.tokens != sizes["N"],
             BLOCK=chosen.block,
-            VECTOR=8 if aligned(a, gate) else 1,
+            VECTOR=8 if aligned(a, layout, gate) else 1,
             num_warps=chosen.warps,
         )
         return out
@@ -160,16 +160,11 @@ def build(node: nn.Module, knobs: GateKnobs | None):
     return forward
 
 
-def aligned(a: Tensor, gate: Tensor) -> bool:
+def aligned(a: Tensor, layout: HeadLayout, gate: Tensor) -> bool:
     """Whether groups of 8 elements, counted across tokens, are 16 aligned bytes of one head."""
-    layout = head_layout(a)
-    return (
-        a.shape[-1] % 8 == 0
-        and layout is not None
-        and layout.aligned
-        and (row_stride(gate, inner=2) or 0) % 8 == 0
-        and a.data_ptr() % 16 == gate.data_ptr() % 16 == 0
-    )
+    tokens = row_stride(gate, inner=2) or 0
+    starts = a.data_ptr() % 16 == gate.data_ptr() % 16 == 0
+    return starts and layout.aligned and a.shape[-1] % 8 == tokens % 8 == 0
 
 
 def offline_cases() -> list[OfflineCase]:

@@ -49,13 +49,11 @@ def headline(run: Run) -> list[str]:
     facts = context(run)
     lines = [f"{facts['title']}. {facts['device']}"]
     for kind in run.kinds:
-        before, after = run.before(kind), run.after
-        if before is None:
+        start, end = figures.ends(run, kind)
+        if start is None:
             lines.append(f"{kind}: not measured")
             continue
-        start, end = figures.ends(run, kind)
-        assert start is not None
-        if after is None or end is None:
+        if end is None:
             lines.append(f"{kind}: {text.time(start.median_us)}, nothing kept")
             continue
         moved = text.path(start.median_us, end.median_us)

@@ -118,7 +118,7 @@ def diff(before: Sequence[KernelRow], after: Sequence[KernelRow]) -> list[Differ
                 shift=shift,
             )
         )
-    return sorted(found, key=lambda d: (not d.changed, -abs(d.delta_us)))
+    return sorted(found, key=lambda d: (not d.changed, -abs(d.beyond_us)))
 
 
 def _by_module(rows: Sequence[KernelRow]) -> dict[str, list[KernelRow]]:

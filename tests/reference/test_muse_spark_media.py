@@ -106,9 +106,13 @@ def test_vision_attention_interior_is_a_difference() -> None:
     """Left out of the emulation, it shows: in each attention by itself beyond noise, and in what
     the whole encoder gives, where later layers magnify the noise, in more elements."""
     ours, seen, calls = model(BF16), pictures(GRIDS), []
-    for layer in ours.model.vision_tower.layers:
+    hooks = [
         layer.attn.attend.register_forward_hook(lambda _, args, out: calls.append((args, out)))
+        for layer in ours.model.vision_tower.layers
+    ]
     plain = ours.model.see(seen)
+    for hook in hooks:
+        hook.remove()
     assert len(calls) >= len(GRIDS) * VISION.layers
     attend = ours.model.vision_tower.layers[0].attn.attend
 
@@ -118,7 +122,7 @@ def test_vision_attention_interior_is_a_difference() -> None:
             keys, dims = permutation(k.shape[1], generator), permutation(q.shape[-1], generator)
             yield attend(q[..., dims], k[:, keys][..., dims], v[:, keys], mask[..., keys])
 
-    for args, out in calls[:]:
+    for args, out in calls:
         assert not within(PublishedAttend(attend.scale)(*args), out, reordered(*args))
     theirs, emulated = seen_by_published(ours, seen), published_attention(ours).model.see(seen)
     assert distance(theirs, emulated).count < distance(theirs, plain).count
