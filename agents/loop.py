@@ -178,6 +178,7 @@ class Loop:
             ),
             effect_us=self.history.effect_us()[self.session.measure.kind],
             gained_us=self.history.gained_us(self.session.measure.kind),
+            kept=frozenset(a.name for a in self.history.kept),
         )
 
     def attempt(self, suggestion: Suggestion, control: str | None = None) -> Attempt:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import torch
+
 from harness import bounds
 from harness.compare import Tally
 from harness.examine import Examination
@@ -39,8 +41,13 @@ def verdict(
     # A rounding that is declared as added and not there makes no kernel wrong.
     wrong = [p for p in points if p.observed not in (p.declared, NOT_VISIBLE, NEITHER)]
     wrong = [p for p in wrong if p.declared != "added"]
+    notes = list(exam.notes)
     if samples and (wrong or "share" in exam.faults.found):
-        found = explain(samples, exam.plan())
+        found = None
+        try:
+            found = explain(samples, exam.plan())
+        except torch.OutOfMemoryError:
+            notes.append("what explains it was not looked for: the replays do not fit into memory")
         if found is not None:
             exam.faults.add("points", found.text())
             points = explained(points, found)
@@ -51,7 +58,6 @@ def verdict(
         )
         exam.faults.add("points", f"does not round as its contract says at {names}")
     reason = exam.faults.reason
-    notes = list(exam.notes)
     if exam.flipped and "route" not in exam.faults.found:
         said = f"{exam.flipped} row(s) routed differently, each a near-tie of the reference"
         if routing is not None and (most := routing.largest) is not None:

@@ -6,7 +6,7 @@ A change file in this folder defines one `CHANGE`. Nothing is registered by hand
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -124,10 +124,17 @@ def served(model: nn.Module, region: str, implementation: Implementation) -> lis
     return [name for name in names if unsupported(model.get_submodule(name)) is None]
 
 
-def reached(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Those of `names` that lie in no replaced module: what is inside one is never called."""
-    replaced = {name for name, m in model.named_modules() if getattr(m, "applied", None)}
-    return [n for n in names if not any(n.startswith(f"{other}.") for other in replaced)]
+def reached(
+    model: nn.Module, names: Sequence[str], closed: Collection[str] = frozenset()
+) -> list[str]:
+    """Those of `names` that lie in no replaced module: what is inside one is not called, unless its
+    change goes `around` its parts and is not one of `closed`."""
+    shut = {
+        name
+        for name, m in model.named_modules()
+        if (by := getattr(m, "applied", None)) and (by in closed or not getattr(m, "around", False))
+    }
+    return [n for n in names if not any(n.startswith(f"{other}.") for other in shut)]
 
 
 def share(model: nn.Module) -> nn.Module:
@@ -149,7 +156,8 @@ def apply_change(
 
     `knobs` maps shapes (`shape_key`) to tuned launch knobs; other shapes use the heuristic. Outside
     `domain`, what the change was tested on, the reference runs; without one nothing is outside.
-    A node inside one that is replaced stays as it is. A node that another change already replaced
+    A node inside one that is replaced stays as it is, unless that one's change goes around its
+    parts: then it is made anew, around the new part. A node that another change already replaced
     is a conflict and raises ValueError, as does a region without nodes to replace. The state dict
     keeps its names and shapes.
     """
@@ -163,14 +171,15 @@ def apply_change(
     before = {name: tensor.shape for name, tensor in model.state_dict().items()}
     said: set[str] = set()  # once for all nodes
     for name in names:
-        node = model.get_submodule(name)
-        if (other := getattr(node, "applied", None)) is not None:
+        if (other := getattr(model.get_submodule(name), "applied", None)) is not None:
             raise ValueError(f"change {change.name}: {name} was already replaced by {other}")
-        parent_name, _, attribute = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        if implementation.prepare is not None:
-            implementation.prepare(parent, node)
-        setattr(parent, attribute, replace_forward(node, change, implementation, knobs, said))
+
+        def replaced(parent: nn.Module, node: nn.Module) -> nn.Module:
+            if implementation.prepare is not None:
+                implementation.prepare(parent, node)
+            return replace_forward(node, change, implementation, knobs, said)
+
+        put(model, name, replaced)
         log.info("%s (%s) replaces %s", change.name, backend, name)
     after = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if before != after:
@@ -182,11 +191,38 @@ def apply_change(
 
 def limit(model: nn.Module, change: Change, domain: Domain) -> None:
     """From now on, let `change`, which is applied to `model`, run inside `domain` only."""
-    said: set[str] = set()  # once for all nodes
     for name in nodes(model, change.region):
-        node: Any = model.get_submodule(name)
-        if getattr(node, "applied", None) == change.name:
-            node.forward = limited(node.forward, node.replaces(), domain, change.name, said)
+        if getattr(model.get_submodule(name), "applied", None) == change.name:
+            put(model, name, lambda _, node: node.remade(node.replaces(), domain))
+
+
+def put(
+    module: Any,
+    name: str,
+    made: Callable[[nn.Module, Any], nn.Module],
+    copied: bool = False,
+) -> nn.Module:
+    """`module` with `made(parent, node)` in the place of its node `name`.
+
+    It is altered in place, but what is inside a replaced module may be another tree's, too, so
+    that it is `copied` down to the parent. A replaced module on the way is made anew around it.
+    """
+    remade = getattr(module, "remade", None)
+    copied = copied or remade is not None
+    outer = module if remade is None else module.replaces()
+    outer = shallow(outer) if copied else outer
+    first, _, rest = name.partition(".")
+    part = getattr(outer, first)
+    setattr(outer, first, put(part, rest, made, copied) if rest else made(outer, part))
+    return outer if remade is None else remade(outer)
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """A module with the same parameters, buffers and children, to which others may be given."""
+    other = copy.copy(module)
+    for part in ("_parameters", "_buffers", "_modules"):
+        setattr(other, part, dict(getattr(module, part)))
+    return other
 
 
 def replace_forward(
@@ -195,21 +231,20 @@ def replace_forward(
     implementation: Implementation,
     knobs: Mapping[str, Any] | None = None,
     said: set[str] | None = None,
+    domain: Domain | None = None,
 ) -> nn.Module:
-    """A module with `node`'s parameters and children whose forward is the implementation's.
+    """A module with `node`'s parameters and children whose forward is the implementation's, inside
+    `domain`.
 
-    Why its guard left a call to the reference is logged unless `said`, which its change's other
-    nodes share, has it already.
+    Why its guard or the domain left a call to the reference is logged unless `said`, which its
+    change's other nodes share, has it already.
     """
-    replaced = copy.copy(node)
-    for part in ("_parameters", "_buffers", "_modules"):
-        setattr(replaced, part, dict(getattr(node, part)))
     fast = _by_shape(node, implementation, knobs)
     guard = implementation.guard
+    warned = set[str]() if said is None else said
     if guard is None:
         forward = fast
     else:
-        warned = set[str]() if said is None else said
 
         def forward(*args: Any) -> Any:
             outside = guard(node, *args)
@@ -222,14 +257,22 @@ def replace_forward(
 
         forward.region = getattr(fast, "region", None)  # type: ignore[attr-defined]
 
-    made: Any = replaced
+    if domain is not None:
+        forward = limited(forward, node, domain, change.name, warned)
+
+    def remade(other: nn.Module, within: Domain | None = domain) -> nn.Module:
+        return replace_forward(other, change, implementation, knobs, warned, within)
+
+    made: Any = shallow(node)
     made.forward = forward
     made.applied = change.name
+    made.around = change.around
+    made.remade = remade  # the same around another node, or within a domain
     made.knobs = dict(knobs or {})
     made.contract = change.contract
     made.replaces = lambda: node  # a module set here would become a part of the model
     made.declines = (lambda *args: guard(node, *args)) if guard is not None else None
-    return replaced
+    return made
 
 
 def _by_shape(

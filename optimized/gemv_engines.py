@@ -9,10 +9,12 @@ its engine is first asked for.
 
 import functools
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from optimized.launches import LibraryKernel, observed
@@ -29,6 +31,7 @@ LIBRARIES = {
 }
 SINCE = {CUTE: (8, 0), TINY: (9, 0)}  # compute capability
 REGISTERS, SHARED = "registers", "shared"  # where the CuTe DSL kernel for one row holds weights
+TINY_SINCE = "0.6.14"  # of FlashInfer, see `hangs`
 BULK_COPIES = (9, 0)  # compute capability that copies rows to shared memory by itself
 
 PIECE = 8  # weights that a thread loads at once, 16 bytes
@@ -66,7 +69,24 @@ def missing(engine: str) -> str | None:
             f"it needs compute capability {major}.{minor}, this is {torch.cuda.get_device_name()}"
         )
     not_in_a_graph(engine)
-    return unusable(module, package, lambda: _try(engine))
+    return (hangs() if engine == TINY else None) or unusable(module, package, lambda: _try(engine))
+
+
+def hangs() -> str | None:
+    """Why the installed FlashInfer's `tinygemm_bf16` must not be called, or None.
+
+    Before 0.6.14 its consumers poll the barrier of a stage that was filled long ago: where loads
+    are late it sums what is not there yet, or never ends (flashinfer-ai/flashinfer pull request
+    3630). Both were seen with 0.6.13 on an H200 (2026-11-30).
+    """
+    _, package = LIBRARIES[TINY]
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # its import says more
+    if Version(found) >= Version(TINY_SINCE):
+        return None
+    return f"{package} {found} has a kernel that may hang; install {package}>={TINY_SINCE}"
 
 
 def unusable(module: str, package: str, attempt: Callable[[], None]) -> str | None:

@@ -29,6 +29,7 @@ class Context:
     tried: frozenset[Tried]
     effect_us: float  # the smallest gain that can be told from none
     gained_us: Mapping[str, float] = field(default_factory=dict)  # by region, of what was kept
+    kept: frozenset[str] = frozenset()  # changes kept since the trace, which shows none of them
 
     def was_tried(self, region: str, backend: str, change: str | None = None) -> bool:
         """Whether the region was tried with this backend, by this change or by any."""
@@ -39,9 +40,10 @@ class Context:
 
     def free(self, region: str) -> float:
         """The share of the region's nodes that a change can still replace: not those inside a
-        replaced node, and none if a node, or anything in it, was replaced itself."""
+        replaced node that calls no parts, and none if a node, or anything in it, was replaced
+        itself."""
         names = nodes(self.model, region)
-        open_names = reached(self.model, names)
+        open_names = reached(self.model, names, self.kept)
         for node in open_names:
             if any(getattr(m, "applied", None) for m in self.model.get_submodule(node).modules()):
                 return 0.0
@@ -49,9 +51,9 @@ class Context:
 
     def around(self, region: str) -> float:
         """The share of the region's nodes that a change around their parts can still replace: not
-        those inside a replaced node, and none if a node was replaced itself."""
+        those inside a replaced node that calls no parts, and none if a node was replaced itself."""
         names = nodes(self.model, region)
-        open_names = reached(self.model, names)
+        open_names = reached(self.model, names, self.kept)
         if any(getattr(self.model.get_submodule(n), "applied", None) for n in open_names):
             return 0.0
         return len(open_names) / len(names) if names else 0.0

@@ -1,4 +1,4 @@
-"""FlashInfer 0.6.13: `rmsnorm`, the two scales in PyTorch, then `fused_add_rmsnorm` in place."""
+"""FlashInfer 0.6.14: `rmsnorm`, the two scales in PyTorch, then `fused_add_rmsnorm` in place."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""FlashInfer 0.6.13, `BatchDecodeWithPagedKVCacheWrapper`: attention of one new token a sequence.
+"""FlashInfer 0.6.14, `BatchDecodeWithPagedKVCacheWrapper`: attention of one new token a sequence.
 
 Planning and the copy into pages of 16 positions are an engine's, and not timed.
 """

@@ -1,4 +1,4 @@
-"""FlashInfer 0.6.13: `rmsnorm` per head, `apply_rope_with_cos_sin_cache_inplace`, PyTorch's write.
+"""FlashInfer 0.6.14: `rmsnorm` per head, `apply_rope_with_cos_sin_cache_inplace`, PyTorch's write.
 
 It looks cosines and sines up by position, so what the region gets is its table, row i position i.
 """

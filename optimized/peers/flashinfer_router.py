@@ -1,4 +1,4 @@
-"""FlashInfer 0.6.13, `fused_topk_deepseek`, after an FP32 product by cuBLAS."""
+"""FlashInfer 0.6.14, `fused_topk_deepseek`, after an FP32 product by cuBLAS."""
 
 from typing import Any
 

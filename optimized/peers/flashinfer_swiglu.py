@@ -1,4 +1,4 @@
-"""FlashInfer 0.6.13, `silu_and_mul`: SwiGLU over the two halves of one projection's output."""
+"""FlashInfer 0.6.14, `silu_and_mul`: SwiGLU over the two halves of one projection's output."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""FlashInfer 0.6.13, `tinygemm_bf16`: the product of a few rows, with its siblings' weights packed.
+"""FlashInfer 0.6.14, `tinygemm_bf16`: the product of a few rows, with its siblings' weights packed.
 
 Made for 1 to 8 rows; it takes more, in tiles of 8.
 """
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimized.gemv_engines import hangs
 from optimized.peers.layouts import rows
 from optimized.peers.peer import Bound, Peer
 
@@ -57,6 +58,7 @@ PEERS = (
         library=LIBRARY,
         bind=bind,
         guard=guard,
+        broken=hangs,
     ),
     Peer(
         name="FlashInfer tinygemm_bf16, packed",
@@ -64,5 +66,6 @@ PEERS = (
         library=LIBRARY,
         bind=bind_packed,
         guard=guard,
+        broken=hangs,
     ),
 )

@@ -42,7 +42,7 @@ class Peer:
 
     `bind(node, *args)` does what an engine does once, at load or once a step (packing weights,
     planning, laying out a cache), so that it is not timed. `guard(node, *args)` says why the
-    function cannot take a call, or None.
+    function cannot take a call, or None; `broken()` why the installed version must not be called.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Peer:
     library: str  # the module that has to be importable
     bind: Callable[..., Bound]
     guard: Callable[..., str | None] | None = None
+    broken: Callable[[], str | None] | None = None
     devices: tuple[str, ...] = ("cuda",)
 
     def absent(self, device_type: str) -> str | None:
@@ -61,7 +62,7 @@ class Peer:
         except BROKEN as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             return f"{self.library} cannot be imported: {first}"
-        return None
+        return self.broken() if self.broken is not None else None
 
     def change(self, contract: Contract) -> Change:
         """The peer as a candidate for its region, under somebody's `contract`."""

@@ -190,3 +190,27 @@ def test_a_change_around_others_takes_nodes_whose_parts_were_replaced():
     for name in nodes(model, around.region):
         model.get_submodule(name).applied = around.name
     assert context(found, model=model).around(around.region) == 0.0
+
+
+def test_parts_of_a_node_replaced_around_them_are_there_to_take_unless_the_trace_is_older():
+    model = share(MODEL)
+    around = next(c for c in changes().values() if c.around and nodes(MODEL, c.region))
+    inside = next(
+        c for c in changes().values() if not c.around and inner_nodes(c.region, around.region)
+    )
+    names = nodes(model, inside.region)
+    for name in nodes(model, around.region):
+        node = model.get_submodule(name)
+        node.applied, node.around = around.name, True
+    traced = context([opportunity(inside.region, 10.0)], model=model, device="cuda")
+    within = [n for n in names if n in inner_nodes(inside.region, around.region)]
+    assert traced.free(inside.region) == 1.0
+    assert inside.name in [s.change.name for s in Catalog().propose(traced)]
+    later = replace(traced, kept=frozenset({around.name}))
+    assert later.free(inside.region) == 1.0 - len(within) / len(names)
+
+
+def inner_nodes(region: str, outer: str) -> list[str]:
+    """The nodes of `region` inside those of another."""
+    outside = tuple(f"{name}." for name in nodes(MODEL, outer))
+    return [name for name in nodes(MODEL, region) if name.startswith(outside)]

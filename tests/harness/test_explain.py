@@ -95,3 +95,14 @@ def test_points_are_listed_as_a_sentence() -> None:
     assert listed(tuple(made[:1])) == "`a` (f.py:0)"
     assert listed(tuple(made[:2])) == "`a` (f.py:0) and at `b` (f.py:1)"
     assert listed(tuple(made)) == "`a` (f.py:0), `b` (f.py:1) and at `c` (f.py:2)"
+
+
+def test_a_verdict_whose_explanation_does_not_fit_into_memory_stands(monkeypatch) -> None:
+    def too_large(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("harness.verdicts.explain", too_large)
+    verdict = verdict_without("add", "weigh")
+    assert not verdict.passed
+    assert "does not round as its contract says at `add: x + residual`" in str(verdict.reason)
+    assert any(note.startswith("what explains it was not looked for") for note in verdict.notes)

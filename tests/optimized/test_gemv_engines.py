@@ -1,5 +1,6 @@
 """The engines of a few rows' product: which are offered, what fits them, and what they compute."""
 
+import importlib.metadata
 import itertools
 import logging
 import re
@@ -17,6 +18,7 @@ from optimized.change import share
 from optimized.gemv import GemvKnobs
 from optimized.gemv_engines import CUTE, LIBRARY, OWN, REGISTERS, SHARED, TINY
 from optimized.offline import cute_rows
+from optimized.peers.peer import peers
 from optimized.plan import Enabled, Plan, apply_enabled, make_knobs
 from optimized.triton_support import DependentLaunch
 from reference import beam
@@ -219,6 +221,33 @@ def test_a_library_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     reason = gemv_engines.missing.__wrapped__(TINY)
     assert reason == "it needs compute capability 9.0, this is NVIDIA A100"
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("0.6.13", "flashinfer-python 0.6.13 has a kernel that may hang; install .*>=0.6.14"),
+        ("0.6.13.post2", "flashinfer-python 0.6.13.post2 has .*"),
+        ("0.6.14", None),
+        ("0.7.0.post1", None),
+    ],
+)
+def test_a_flashinfer_whose_kernel_hangs_is_not_called(monkeypatch, version, says):
+    monkeypatch.setattr(importlib.metadata, "version", {"flashinfer-python": version}.__getitem__)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    tried = []
+    monkeypatch.setattr(gemv_engines, "unusable", lambda *_: tried.append(1))
+    reason = gemv_engines.missing.__wrapped__(TINY)
+    tiny = [p for p in peers() if "tinygemm" in p.name]
+    assert [p.broken for p in tiny] == [gemv_engines.hangs] * 2
+    if says is None:
+        assert (reason, tried) == (None, [1])
+    else:
+        assert re.fullmatch(says, reason) and not tried
+        assert re.fullmatch(says, gemv_engines.hangs())
 
 
 def test_a_plan_keeps_the_engine(tmp_path):

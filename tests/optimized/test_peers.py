@@ -39,7 +39,9 @@ def test_a_peer_that_cannot_run_says_why(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     half = dataclasses.replace(missing, library="half_a_library")
     assert half.absent("cuda") == "half_a_library cannot be imported: no compiled part"
-    assert dataclasses.replace(missing, library="torch").absent("cuda") is None
+    whole = dataclasses.replace(missing, library="torch")
+    assert whole.absent("cuda") is None
+    assert dataclasses.replace(whole, broken=lambda: "it hangs").absent("cuda") == "it hangs"
 
 
 def test_a_peer_is_a_candidate_for_its_region(model):
