@@ -150,9 +150,8 @@ def test_experts_replaced_as_a_whole_go_on_from_the_logits():
     assert not torch.equal(other, found)
 
 
-def test_the_experts_come_first():
-    """What is inside a replaced layer is never called, so `latent_moe` cannot follow; a layer whose
-    experts it replaced is taken."""
+def test_the_experts_come_first_or_later():
+    """A layer whose experts `latent_moe` replaced is taken; in one that was taken it can follow."""
     args = bf16(1, 1, 64), bf16(1, 1, 64), None, None, bf16(64)
     layers = nn.ModuleList([layer()])
     assert apply_change(layers, LATENT, "triton") == ["0.mlp"]
@@ -160,8 +159,9 @@ def test_the_experts_come_first():
     assert apply_change(layers, PLAIN, "triton") == ["0"]
     layers = nn.ModuleList([layer()])
     apply_change(layers, PLAIN, "triton")
-    with pytest.raises(ValueError, match="all of 'latent_moe' is inside replaced nodes"):
-        apply_change(layers, LATENT, "triton")
+    assert apply_change(layers, LATENT, "triton") == ["0.mlp"]
+    assert (layers[0].applied, layers[0].mlp.applied) == (PLAIN.name, LATENT.name)
+    assert layers[0].replaces().mlp is layers[0].mlp and layers[0].declines(*args) is None
 
 
 def rounding_router(node, knobs):
