@@ -1,13 +1,11 @@
 """The two measurements every change gets, one decode step and one prefill, and the trace."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import nn
 
 from agents.budget import Budget
@@ -23,7 +21,7 @@ from harness.bench import (
 )
 from harness.errors import UserError
 from harness.records import Audit, AuditedCall, Latency, Timing
-from harness.workload import TARGETS, StepInputs, Target, Workload, free_bytes
+from harness.workload import TARGETS, StepInputs, Target, Workload, free_bytes, give_back
 from traces.capture import Trace, capture
 
 DECODE, PREFILL = "decode", "prefill"
@@ -207,13 +205,6 @@ class Measure:
         mode = default_mode(self.workload.device) if kind == DECODE else "eager"
         with Step(model, self.inputs(kind), mode) as step:
             return time_step(step, budget_s=IN_SHORT_S).median_us
-
-
-def give_back(device: torch.device) -> None:
-    """What PyTorch keeps of a card's memory and does not use, so that it counts as free."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def places(model: nn.Module) -> list[int]:

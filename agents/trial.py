@@ -12,7 +12,7 @@ from agents.sandboxed import Gate
 from agents.session import Session
 from agents.tuner import Knobs, tune
 from harness import judge, memcheck, seeds
-from harness.domains import judge_with_domain
+from harness.domains import UNJUDGED, judge_with_domain
 from harness.records import Attempt, Audit, Latency, Status, Verdict
 from harness.spent import Seconds, spent
 from optimized.catalog import load_change
@@ -76,6 +76,9 @@ class Trial:
         )
         if not outcome.region_verdict.passed:
             return
+        for note in outcome.region_verdict.notes:
+            if UNJUDGED in note:
+                self.progress.done(f"{change.name}: {note}", "yellow")
         outcome.generated = region_source(outcome.model, change.region)
         assert outcome.region_verdict.domain is not None  # it passed
         if session.guards:

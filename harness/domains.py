@@ -29,12 +29,13 @@ from harness.region import RegionCases
 from harness.routes import Deviations, routing
 from harness.spent import spent
 from harness.thresholds import Thresholds
-from harness.workload import Target, Workload, free_bytes
+from harness.workload import Target, Workload, free_bytes, give_back
 from optimized.change import Change
 from optimized.domain import Domain, Facts, domain_of
 from optimized.guards import argument_names, facts_of
 
 STEP_RUNS = 2  # noise replays of each kind of a timed step's call
+UNJUDGED = ": not judged, "  # of a step, in a verdict's notes
 CACHE_SHARE = 2  # a step's caches may take half of the free memory
 
 
@@ -119,6 +120,7 @@ def with_domain(
     routes: list[Deviations] = []
     notes: list[str] = []
     for target in targets:
+        give_back(workload.device)
         if workload.cache_bytes(target) > free_bytes(workload.device) // CACHE_SHARE:
             notes.append(_unjudged(target, "its caches do not fit beside the weights"))
             continue
@@ -148,7 +150,7 @@ def with_domain(
 
 
 def _unjudged(target: Target, why: str) -> str:
-    return f"{target.name}: not judged, {why}; the reference runs there"
+    return f"{target.name}{UNJUDGED}{why}; the reference runs there"
 
 
 class _TimedStep:

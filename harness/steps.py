@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.trees import leaves, map_tensors
-from harness.workload import TARGETS, StepInputs, Workload, free_bytes
+from harness.workload import TARGETS, StepInputs, Workload, free_bytes, give_back
 
 BATCH = 3  # sequences of a batch: odd, and rarely another dimension's size
 # What kernels for larger batches are judged on, where the model is no toy: those of the targets.
@@ -63,6 +63,8 @@ def steps(
     With `sizes`, also larger batches, a target's own context and, where memory allows, a million
     positions.
     """
+    if sizes:
+        give_back(workload.device)  # which sizes are judged must not depend on what ran before
     maker = _Maker(workload, torch.Generator(workload.device).manual_seed(seed))
     edges = window_edges(workload)
     length = prompt_length(edges)

@@ -4,6 +4,7 @@ A target's size follows the model's: a toy model on a CPU is timed at a short co
 prompt, and every record says which.
 """
 
+import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
@@ -224,7 +225,15 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device, 0) if device == "cuda" else torch.device(device)
 
 
+def give_back(device: torch.device) -> None:
+    """What PyTorch keeps of a card's memory and does not use, so that it counts as free."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def free_bytes(device: torch.device) -> int:
+    """The memory that is free there, without what PyTorch keeps of a card's: see `give_back`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as file:

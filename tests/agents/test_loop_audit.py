@@ -120,3 +120,21 @@ def test_a_spoilt_reference_is_recorded_and_stops_the_run(loop: Loop) -> None:
     (attempt,) = loop.ledger.all("attempt", Attempt)
     assert attempt.status is Status.FAILED
     assert attempt.reason == "it changed the reference's weight blocks.0.norm.weight"
+
+
+def honest(node: Any, _knobs: Any) -> Callable[[Tensor], Tensor]:
+    return node.forward
+
+
+def test_a_timed_step_that_could_not_be_judged_is_said(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("harness.domains.free_bytes", lambda _: 0)
+    attempt = loop.attempt(suggestion(honest))
+    assert attempt.region_verdict is not None and attempt.region_verdict.passed
+    said = [line for line in capsys.readouterr().err.splitlines() if "not judged" in line]
+    assert len(said) == len(attempt.region_verdict.targets)
+    assert said[0].endswith(
+        "honest: decode-bs1: not judged, its caches do not fit beside the weights; the reference "
+        "runs there"
+    )

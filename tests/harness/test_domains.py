@@ -138,6 +138,19 @@ def test_what_does_not_fit_in_memory_is_noted_and_not_in_the_domain(caplog):
     assert ran(candidate, given, TARGETS[1], caplog)[1] > 0  # and nothing was raised
 
 
+def test_memory_that_pytorch_keeps_unused_counts_as_free(monkeypatch):
+    """What ran before must not decide which steps are judged."""
+    kept = [10**12]
+    monkeypatch.setattr("harness.domains.give_back", lambda _: kept.clear())
+    monkeypatch.setattr("harness.domains.free_bytes", lambda _: 10**12 - sum(kept))
+    verdict, _ = judged(made(swiglu))
+    assert verdict.passed and kept == []
+    assert not any("do not fit" in note for note in verdict.notes)
+    monkeypatch.setattr("harness.domains.give_back", lambda _: kept.append(10**12))
+    verdict, _ = judged(made(swiglu))
+    assert [n for n in verdict.notes if "its caches do not fit beside the weights" in n]
+
+
 def in_blocks(node: Any) -> Callable[..., Any]:
     """An honest attention: a running softmax, its exponentials rounded to BF16 for the product."""
 
