@@ -59,13 +59,14 @@ class Deviations:
 
         If noise moves every value by at most d, what a perturbed order puts in some place is at
         most 2 d from what belongs there. A choice among values that an earlier one masked out, and
-        one that is not read off a sort's order, needs a near-tie in some sort. None if these rows
-        sort nothing.
+        one that is not read off a sort's order, needs a near-tie in some sort. One that lacks an
+        earlier choice's group (`_without_a_group`) needs it there. None if these rows sort nothing.
         """
         rows = ours.shape[:-1].numel()
         a, b = ours.reshape(rows, -1), mine.reshape(rows, -1)
         direct: tuple[Tensor, Tensor] | None = None
         others: list[tuple[Tensor, Tensor]] = []
+        earlier: list[tuple[Tensor, int, Tensor]] = []
         k = a.shape[-1]
         exact = any(c.kept == k < c.values.shape[-1] for c in choices)
         for i, choice in enumerate(choices):
@@ -80,7 +81,13 @@ class Deviations:
             fits = choice.kept == k < values.shape[-1] or not exact
             if direct is None and fits and _reads(values, ordered, a):
                 direct = _apart(values, ordered, a, b), limit
+                for scores, kept, most in earlier:
+                    apart = _without_a_group(values, scores, kept, a, b, limit)
+                    take = torch.isfinite(direct[0]) & (direct[0] >= direct[1]) & (apart < most)
+                    margin, limits = direct
+                    direct = torch.where(take, apart, margin), torch.where(take, most, limits)
                 continue
+            earlier.append((values, choice.kept, limit))
             last = min(choice.kept + 1, values.shape[-1])
             between = ordered[..., : last - 1] - ordered[..., 1:last]
             # NaN between two that were masked out
@@ -99,7 +106,8 @@ def _reads(values: Tensor, ordered: Tensor, chosen: Tensor) -> bool:
 
 def _apart(values: Tensor, ordered: Tensor, ours: Tensor, mine: Tensor) -> Tensor:
     """The largest difference between what two results chose, place by place; sets that are not in
-    order are sorted first. Infinite where an index is out of range or was masked out."""
+    order are sorted first. Infinite where a value was masked out, NaN where no choice gives such
+    indices: one is out of range, or there twice."""
     n = values.shape[-1]
     bad = ((mine < 0) | (mine >= n)).any(-1)
     a, b = values.gather(-1, ours.long()), values.gather(-1, mine.long().clamp(0, n - 1))
@@ -107,7 +115,36 @@ def _apart(values: Tensor, ordered: Tensor, ours: Tensor, mine: Tensor) -> Tenso
         a, b = a.sort(-1, descending=True).values, b.sort(-1, descending=True).values
     repeated = (mine.sort(-1).values.diff(dim=-1) == 0).any(-1)  # chosen twice
     apart = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf).amax(-1)
-    return apart.masked_fill(bad | repeated, torch.inf)
+    return apart.masked_fill(bad | repeated, torch.nan)
+
+
+def _without_a_group(
+    values: Tensor, scores: Tensor, kept: int, ours: Tensor, mine: Tensor, limit: Tensor
+) -> Tensor:
+    """How far, by row, the score of a group that was kept is above the best one that was not, where
+    the candidate kept the others and chose the best of theirs, within `limit`; infinite elsewhere.
+
+    The groups, of which `kept` with the largest `scores` [rows, g] had been chosen, are equal parts
+    of `values` [rows, n], which are masked out in the others: where that is not so, there is none.
+    """
+    (rows, n), g = values.shape, scores.shape[-1]
+    none = values.new_full((rows,), torch.inf)
+    if n % g or not 0 < kept < g:
+        return none
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :kept]
+    opened = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+    if not torch.equal(opened.repeat_interleave(n // g, dim=-1), torch.isfinite(values)):
+        return none
+    lacking = ~(ours[..., None] == mine[:, None, :]).any(-1)
+    group = torch.where(lacking, ours // (n // g), 0)
+    closed = torch.zeros_like(opened).long().scatter_add(-1, group, lacking.long()) > 0
+    left = values.masked_fill(closed.repeat_interleave(n // g, dim=-1), -torch.inf)
+    ordered = left.sort(-1, descending=True).values
+    chosen = left.gather(-1, mine.long().clamp(0, n - 1)).sort(-1, descending=True).values
+    apart = (ordered[:, : mine.shape[-1]] - chosen).abs().nan_to_num(torch.inf).amax(-1)
+    fits = (apart < limit) & (closed.sum(-1) == 1)
+    above = scores - scores.masked_fill(opened, -torch.inf).amax(-1, keepdim=True)
+    return torch.where(fits, above.masked_fill(~closed, -torch.inf).amax(-1), none)
 
 
 def _merged(

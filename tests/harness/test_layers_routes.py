@@ -97,3 +97,73 @@ def test_the_list_holds_the_worst_of_many() -> None:
     assert record is not None and (record.flipped, len(record.flips)) == (rows, LISTED)
     assert record.flips[0].row == rows - 1
     assert record.flips[0].margin == pytest.approx(0.003, rel=1e-3)
+
+
+def grouped(scores: Tensor, groups: int, kept: int, k: int) -> tuple[Tensor, list[Choice]]:
+    """The best `kept` of groups by their two best, and the best `k` of those."""
+    parts = scores.unflatten(-1, (groups, -1))
+    sums = parts.topk(2, dim=-1).values.sum(-1)
+    best = sums.sort(dim=-1, descending=True, stable=True).indices[:, :kept]
+    opened = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best, True)
+    allowed = parts.masked_fill(~opened[..., None], -torch.inf).flatten(-2)
+    order = allowed.sort(dim=-1, descending=True, stable=True).indices
+    return order[:, :k], [Choice(sums, kept), Choice(allowed, k)]
+
+
+def told(ours: Tensor, mine: Tensor, choices: list[Choice], noise: float) -> Deviations:
+    deviations = Deviations(relative={0: noise, 1: noise})
+    deviations.where = find_flips([("gate", ours, mine)], choices, deviations).unexplained or ""
+    return deviations
+
+
+def test_a_group_that_noise_closes_explains_the_experts_that_are_gone() -> None:
+    """Those of the group that is opened need not be among the best: nothing that was chosen then
+    was masked out, and what is chosen is far from what was."""
+    generator, noise = torch.Generator().manual_seed(0), 2e-4
+    gone = 0
+    for _ in range(12):
+        scores = torch.sigmoid(torch.randn(8000, 256, generator=generator))
+        noisy = scores + noise * (2 * torch.rand(scores.shape, generator=generator) - 1)
+        (ours, choices), (mine, _) = grouped(scores, 8, 4, 8), grouped(noisy, 8, 4, 8)
+        assert told(ours, mine, choices, noise).where == ""
+        before, after = (choices[1].values.gather(-1, chosen) for chosen in (ours, mine))
+        apart = (before - after.sort(dim=-1, descending=True).values).abs().amax(-1)
+        gone += int((torch.isfinite(apart) & (apart > 4 * noise)).sum())
+    assert gone > 5
+
+
+def row(*groups: list[float]) -> Tensor:
+    """One token's scores: those named, and zeros for the rest of each group's eight."""
+    return torch.tensor([[*[s for g in groups for s in [*g, *[0.0] * (8 - len(g))]]]])
+
+
+NEAR = row([0.9, 0.8, 0.7], [0.85, 0.75, 0.65], [0.82, 0.5], [0.6601, 0.66])  # 1.32 and 1.3201
+
+
+@pytest.mark.parametrize(
+    ("scores", "mine", "passes"),
+    [
+        pytest.param(NEAR, [0, 8, 1, 9, 2, 10], True, id="its-experts-gone"),
+        pytest.param(NEAR, [0, 8, 1, 9, 2, 11], False, id="not-the-best-of-the-others"),
+        pytest.param(NEAR, [8, 16, 9, 10, 17, 11], False, id="another-group-gone"),
+        pytest.param(NEAR, [0, 0, 8, 1, 9, 2], False, id="one-twice"),
+        pytest.param(NEAR - 0.1 * (NEAR == 0.66), [0, 8, 1, 9, 2, 10], False, id="no-near-tie"),
+    ],
+)
+def test_a_group_is_closed_only_by_a_near_tie_and_for_the_best_of_the_others(
+    scores: Tensor, mine: list[int], passes: bool
+) -> None:
+    scores = scores.clone()
+    scores[0, 16] = 0.8201  # its two best are 1.3201, the closed group's 1.3201 at most
+    ours, choices = grouped(scores, 4, 3, 6)
+    assert set(ours[0].tolist()) == {0, 1, 2, 8, 9, 16}
+    found = told(ours, torch.tensor([mine]), choices, 0.001)
+    assert (found.where == "") == passes
+
+
+def test_values_that_are_masked_out_otherwise_have_no_groups() -> None:
+    scores = NEAR.clone()
+    ours, choices = grouped(scores, 4, 3, 6)
+    choices[1].values[0, 3] = -torch.inf
+    found = told(ours, torch.tensor([[0, 8, 1, 9, 2, 10]]), choices, 0.001)
+    assert "routes 1 row(s) differently" in found.where
