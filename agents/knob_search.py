@@ -38,10 +38,14 @@ class Space:
     is_valid: Callable[[Values], bool]
 
     def few(self) -> list[Values] | None:
-        """All that are valid, if there are few enough to time them all."""
+        """All that are valid, if there are few enough to time them all; those that differ from the
+        heuristic in the fewest knobs come first, such as an engine to which no other knob speaks:
+        time may not suffice for all."""
         every = (dict(zip(self.candidates, v, strict=True)) for v in self._products())
         found = list(itertools.islice(filter(self.is_valid, every), MAX_TRIALS + 1))
-        return found if len(found) <= MAX_TRIALS else None
+        if len(found) > MAX_TRIALS:
+            return None
+        return sorted(found, key=lambda v: sum(v[n] != x for n, x in self.heuristic.items()))
 
     def switches(self) -> list[str]:
         """The knobs that are on or off."""

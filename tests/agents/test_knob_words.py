@@ -47,3 +47,18 @@ def test_an_engine_to_which_most_knobs_say_nothing_is_tried_several_times() -> N
     found = Space(candidates=candidates, heuristic=heuristic, is_valid=is_valid).drawn(11)
     assert len(found) == 11 and 5 <= sum(v["engine"] == "other" for v in found) <= 6
     assert len({v["rows"] for v in found if v["engine"] == "other"}) >= 3
+
+
+def test_of_few_those_next_to_the_heuristic_come_first() -> None:
+    """Time may end before the others: a prefill's attention was never timed with its library."""
+    candidates = {"rows": (64, 128), "stages": (2, 3), "warps": (4, 8), "engine": ("own", "other")}
+    heuristic = {"rows": 128, "stages": 3, "warps": 8, "engine": "own"}
+
+    def is_valid(values):
+        return values["engine"] == "own" or {**values, "engine": "own"} == heuristic
+
+    found = Space(candidates=candidates, heuristic=heuristic, is_valid=is_valid).few()
+    assert found is not None and len(found) == 9
+    apart = [sum(v[n] != x for n, x in heuristic.items()) for v in found]
+    assert apart == [0, 1, 1, 1, 1, 2, 2, 2, 3]
+    assert {**heuristic, "engine": "other"} in found[1:5]
