@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from harness.bench import default_mode, time_step
-from harness.bench_peers import ends_first
+from harness.bench_jobs import ends_first
 from harness.ceilings import measure_ceilings
 from harness.errors import UserError
 from harness.floors import least_work

@@ -20,13 +20,14 @@ from harness.modes import DispatchMode
 from harness.operators import is_view
 from harness.operators import name as called
 from harness.trees import leaves, map_tensors
-from harness.workload import StepInputs
+from harness.workload import TARGETS, StepInputs, Target, Workload, target
 from optimized.change import nodes, region_of
 
 CACHE_FACTOR = 4  # a chain's data is so many times the last cache
 CHAIN = 16  # calls in a chain, so that the clock's resolution and its start count for little
 KEPT_BYTES = 2 << 30  # of recorded arguments of one job
 CPU_CACHE = 32 << 20
+OTHER_CONTEXT = 8192  # of a decode whose batch no target has
 STORES = frozenset(("index_put", "index_copy", "scatter"))
 
 
@@ -121,6 +122,26 @@ def calls_of(model: nn.Module, region: str, steps: Iterable[StepInputs]) -> list
 
 def shapes(args: Any) -> str:
     return ", ".join("x".join(map(str, t.shape)) or "scalar" for _, t in leaves(args))
+
+
+def ends_first(counts: Sequence[int]) -> list[int]:
+    """In the order in which a run that is stopped early still says most: the ends, then halves."""
+    left = sorted(set(counts))
+    found = [left.pop(0)] if left else []
+    if left:
+        found.append(left.pop())
+    while left:
+        found.append(left.pop(len(left) // 2))
+    return found
+
+
+def target_of(rows: int, workload: Workload) -> Target:
+    """The target whose step has so many tokens, else a decode of that batch."""
+    for known in TARGETS.values():
+        if known.batch * known.tokens == rows:
+            return target(known.name, toy=workload.toy)
+    context = OTHER_CONTEXT // (64 if workload.toy else 1)
+    return Target(name=f"decode-bs{rows}", batch=rows, tokens=1, context=context)
 
 
 def last_cache_bytes(device: torch.device) -> int:

@@ -5,8 +5,10 @@ timed against each peer that can be imported, against the region as PyTorch runs
 that is cuBLAS) and as torch.compile makes it. The judge says how each rounds under our contract.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from harness.bench import ImpossibleTimeError, Step, compare, default_mode, smallest_effect
-from harness.bench_jobs import Job, last_cache_bytes, record_jobs
+from harness.bench_jobs import Job, ends_first, last_cache_bytes, record_jobs, target_of
 from harness.call_floors import CallFloors
 from harness.cases import REFUSALS
 from harness.ceilings import measure_ceilings
@@ -23,7 +25,7 @@ from harness.errors import UserError
 from harness.record import Record
 from harness.records import Ceilings, Paired
 from harness.step import Mode
-from harness.workload import TARGETS, Target, Workload, target
+from harness.workload import Workload
 from optimized.catalog import changes
 from optimized.change import Change, apply_change, nodes, region_of, share
 from optimized.compiled import compile_node
@@ -33,7 +35,7 @@ from optimized.plan import Plan, make_knobs
 TORCH = "PyTorch"
 COMPILED = "torch.compile"
 IMPOSSIBLE = "impossible time"
-OTHER_CONTEXT = 8192  # of a decode whose batch no target has
+COMPILED_AT_ONCE = 8
 FAILURES = (*REFUSALS, AssertionError, ImportError, OSError)
 
 Call = Callable[[], Any]
@@ -119,6 +121,7 @@ class PeerBench:
         self.absent = {p.name: p.absent(self.device.type) for p in self.peers}
         self.ours = list(self._ours(plan))
         self.floors = CallFloors(self.device)
+        self.compiled = False
 
     @cached_property
     def ceilings(self) -> Ceilings:
@@ -177,11 +180,34 @@ class PeerBench:
             finally:
                 inputs = None
             self.note(f"{chosen.describe()}: {len(jobs)} kinds of calls")
+            if self.device.type == "cuda" and not self.compiled:
+                self.compile(jobs)
             for job in jobs:
                 for ours in self.ours:
                     if ours.change.region == job.region:
                         yield from self._job(job, ours, cache)
                 job.calls.clear()  # a prefill's arguments are large
+
+    def compile(self, jobs: Sequence[Job]) -> None:
+        """Make one call of ours and of each library's function in `jobs`, in threads: some compile
+        their kernels for most of a minute. What fails, fails again where it is timed."""
+        self.note("  compiling what is not compiled yet, side by side")
+        calls: list[Call] = []
+        for job in jobs:
+            args, name = job.calls[0], job.names[0]
+            mine = [o.tree for o in self.ours if o.change.region == job.region]
+            calls += [_call(tree.get_submodule(name).forward, args) for tree in mine]
+            for rival in self.rivals(job.region):
+                if rival.name not in (TORCH, COMPILED) and self.absent.get(rival.name) is None:
+                    calls.append(lambda job=job, rival=rival: next(self._bound(job, rival))())
+
+        def made(call: Call) -> None:
+            with contextlib.suppress(Exception), torch.no_grad():
+                call()
+
+        with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+            list(pool.map(made, calls))
+        self.compiled = True
 
     def _job(self, job: Job, ours: Ours, cache: int) -> Iterator[PeerRow]:
         mine = [ours.tree.get_submodule(name) for name in job.names]
@@ -209,13 +235,11 @@ class PeerBench:
                 pair = None
                 if absent is None:
                     if effect is None:
-                        effect = self._effect(step)
+                        options: Any = {"budget_s": self.pair_s, "cold_l2": self.cold_l2}
+                        effect = smallest_effect(step, **options)
                     absent, pair = self._against(step, effect, job, rival, calls)
                     pair = pair if absent is None else None
                 yield self._row(job, ours, rival.name, pair, calls, absent, note)
-
-    def _effect(self, step: Step) -> float:
-        return smallest_effect(step, budget_s=self.pair_s, cold_l2=self.cold_l2)
 
     def _against(
         self, step: Step, effect: float, job: Job, rival: Peer, calls: int
@@ -324,23 +348,3 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Call:
 def _ratios(pair: Paired) -> tuple[float, float]:
     ends = [1 + g / c for g in pair.gain_interval_us for c in pair.candidate_interval_us]
     return min(ends), max(ends)
-
-
-def ends_first(counts: Sequence[int]) -> list[int]:
-    """In the order in which a run that is stopped early still says most: the ends, then halves."""
-    left = sorted(set(counts))
-    found = [left.pop(0)] if left else []
-    if left:
-        found.append(left.pop())
-    while left:
-        found.append(left.pop(len(left) // 2))
-    return found
-
-
-def target_of(rows: int, workload: Workload) -> Target:
-    """The target whose step has so many tokens, else a decode of that batch."""
-    for known in TARGETS.values():
-        if known.batch * known.tokens == rows:
-            return target(known.name, toy=workload.toy)
-    context = OTHER_CONTEXT // (64 if workload.toy else 1)
-    return Target(name=f"decode-bs{rows}", batch=rows, tokens=1, context=context)

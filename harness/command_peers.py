@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from harness import cli
 from harness.bench_peers import COMPILED, IMPOSSIBLE, TORCH, PeerBench, PeerRow
@@ -48,21 +49,30 @@ def peers(a: argparse.Namespace) -> int:
             raise
         raise UserError(f"{a.plan}: {error}") from error
     progress(f"{workload.name} {workload.preset} on {here.device_name}")
-    rows = list(bench.rows(a.rows or ROWS[kind]))
-    judged = list(verdicts(bench, progress))
-    output = {
-        "model": workload.name,
-        "preset": workload.preset,
-        "environment": here.to_json(),
-        "read_gb_per_s": bench.ceilings.read_gb_per_s,
-        "cold_l2": a.cold_l2,
-        "absent": {name: why for name, why in bench.absent.items() if why is not None},
-        "rows": [{**row.to_json(), "outcome": row.outcome} for row in rows],
-        "verdicts": [verdict.to_json() for verdict in judged],
-    }
-    write(a.out, NAME, output)
+    rows: list[PeerRow] = []
+    judged: list[PeerVerdict] = []
+
+    def output() -> dict[str, Any]:
+        return {
+            "model": workload.name,
+            "preset": workload.preset,
+            "environment": here.to_json(),
+            "read_gb_per_s": bench.ceilings.read_gb_per_s,
+            "cold_l2": a.cold_l2,
+            "absent": {name: why for name, why in bench.absent.items() if why is not None},
+            "rows": [{**row.to_json(), "outcome": row.outcome} for row in rows],
+            "verdicts": [verdict.to_json() for verdict in judged],
+        }
+
+    for row in bench.rows(a.rows or ROWS[kind]):
+        if rows and row.rows != rows[-1].rows:
+            write(a.out, NAME, output())  # what was timed is kept whatever comes
+        rows.append(row)
+    write(a.out, NAME, output())
+    judged += verdicts(bench, progress)
+    write(a.out, NAME, output())
     if a.json:
-        print(json.dumps(output, indent=2))
+        print(json.dumps(output(), indent=2))
     else:
         show(bench, rows, judged)
     slower = [r for r in rows if r.outcome == "slower" and r.peer not in GENERAL]

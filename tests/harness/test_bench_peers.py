@@ -8,12 +8,18 @@ import pytest
 import torch
 
 from harness.__main__ import main
-from harness.bench_jobs import distinct_bytes, moved_bytes, record_jobs
-from harness.bench_peers import PeerBench, PeerRow, ends_first, target_of
+from harness.bench_jobs import (
+    distinct_bytes,
+    ends_first,
+    moved_bytes,
+    record_jobs,
+    target_of,
+)
+from harness.bench_peers import PeerBench, PeerRow
 from harness.bench_verdicts import verdicts
 from harness.records import Ceilings
 from harness.workload import Workload
-from optimized.change import nodes
+from optimized.change import nodes, region_of
 from optimized.peers.peer import Bound, Peer, peers
 from optimized.plan import Enabled, Plan
 
@@ -179,6 +185,39 @@ def test_a_peer_that_breaks_costs_its_own_row_only(workload):
         ("late", wrong),
         ("shy", "declines: too small"),
     }
+
+
+def test_what_has_to_be_compiled_is_called_once_before_anything_is_timed(workload, jobs):
+    line = Enabled(name="parallel_projection", backend="torch")
+    plan = Plan(model="beam", device="cpu", changes=(line,))
+    called: list[str] = []
+
+    def bind(node, *args):
+        return Bound(run=lambda: called.append(region_of(node)))
+
+    linear = Peer(name="library", region="linear", library="torch", bind=bind)
+    broken = dataclasses.replace(linear, name="broken", bind=raises_at_once)
+    bench = PeerBench(workload, deadline=time.monotonic() + 100, plan=plan)
+    bench.peers, bench.absent = [broken, linear], {}
+    bench.compile(jobs)
+    kinds = [j.region for j in jobs]
+    assert bench.compiled and called == ["linear"] * kinds.count("linear") and called
+
+
+def test_what_was_timed_is_kept_whatever_comes(tmp_path, monkeypatch):
+    def hangs(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("harness.command_peers.verdicts", hangs)
+    line = Enabled(name="parallel_projection", backend="torch")
+    Plan(model="beam", device="cpu", changes=(line,)).save(tmp_path / "plan.toml")
+    words = ["bench", "--peers", "--preset", "mini", "--device", "cpu", "--rows", "1,2"]
+    words += ["--plan", str(tmp_path), "--out", str(tmp_path), "--seconds", "0.02"]
+    words += ["--against", "PyTorch"]
+    with pytest.raises(KeyboardInterrupt):
+        main(words)
+    found = json.loads((tmp_path / "peers.json").read_text())
+    assert {r["rows"] for r in found["rows"]} == {1, 2} and found["verdicts"] == []
 
 
 def test_what_the_budget_does_not_reach_is_said(workload):
