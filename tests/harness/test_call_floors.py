@@ -77,7 +77,7 @@ def test_a_peer_faster_than_its_bytes_has_no_figure(monkeypatch: pytest.MonkeyPa
     bench.floors = CallFloors(CARD, CEILINGS)
     us = {"candidate_us": 1e6, "base_us": 1e-3}
     monkeypatch.setattr(bench, "_compare", lambda *_: paired(**us))
-    monkeypatch.setattr(bench, "_effect", lambda step: 1.0)
+    monkeypatch.setattr("harness.bench_peers.smallest_effect", lambda *_, **__: 1.0)
     rows = list(bench.rows([1]))
     assert rows and all(r.ratio is None and r.ours_us is None for r in rows)
     assert all((r.absent or "").startswith("impossible time: PyTorch, one call") for r in rows)
