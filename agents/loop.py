@@ -25,7 +25,7 @@ from agents.trial import Outcome, Trial
 from harness.errors import SelfTestError, UserError
 from harness.records import Attempt, Latency, Status
 from harness.spent import collecting
-from optimized.change import Change, nodes
+from optimized.change import Change, applied, nodes
 
 CONTROL_TRIES = 3
 
@@ -178,7 +178,7 @@ class Loop:
             ),
             effect_us=self.history.effect_us()[self.session.measure.kind],
             gained_us=self.history.gained_us(self.session.measure.kind),
-            kept=frozenset(a.name for a in self.history.kept),
+            kept=frozenset(applied(self.session.current)) - self.session.begun,
         )
 
     def attempt(self, suggestion: Suggestion, control: str | None = None) -> Attempt:

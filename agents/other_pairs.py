@@ -203,8 +203,7 @@ def guarded_calls(model: nn.Module, names: list[str], inputs: StepInputs) -> tup
     told: list[bool] = []
 
     def before(node: nn.Module, args: tuple) -> None:
-        if any(node is one for one in found):  # its hooks are also those of what it replaces
-            told.append(is_declined(node, args))
+        told.append(is_declined(node, args))
 
     hooks = [node.register_forward_pre_hook(before) for node in found]
     try:

@@ -16,7 +16,7 @@ from agents.drafts import Drafts
 from agents.history import History
 from agents.measure import KINDS, Measure, Steps
 from agents.progress import Progress
-from agents.stack import stack
+from agents.stack import stack, stood_on
 from agents.storage import Studies
 from harness import baselines, judge, memcheck
 from harness.ceilings import floor_us, measure_ceilings
@@ -202,6 +202,11 @@ class Session:
         for line in stack(self.ledger):
             self.enable(model, line)
         return model
+
+    @cached_property
+    def begun(self) -> frozenset[str]:
+        """The changes that the run began with, by the names that they are applied under."""
+        return frozenset(line.change().name for line in stood_on(self.ledger))
 
     def enable(self, model: nn.Module, line: Enabled) -> list[str]:
         """Apply a line of a plan to `model` as changes are timed; the replaced nodes' names."""

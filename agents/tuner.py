@@ -168,8 +168,6 @@ def calls(
     counts: dict[str, int] = {}
 
     def note(replaced: Any, args: tuple[Any, ...]) -> None:
-        if getattr(replaced, "applied", None) != change.name:
-            return  # the node that it replaces, whose hooks are the same
         if replaced.declines is not None and replaced.declines(*args) is not None:
             return
         shape = implementation.shape(replaced.replaces(), *args)  # pyright: ignore[reportOptionalCall]

@@ -171,7 +171,9 @@ def write(folder: Path | None, name: str, output: Any) -> None:
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps(output, indent=1) + "\n")
+    whole = folder / f".{name}"
+    whole.write_text(json.dumps(output, indent=1) + "\n")
+    whole.replace(folder / name)  # what was there stays until then
     progress(f"written to {folder / name}")
 
 

@@ -64,13 +64,15 @@ def peers(a: argparse.Namespace) -> int:
             "verdicts": [verdict.to_json() for verdict in judged],
         }
 
-    for row in bench.rows(a.rows or ROWS[kind]):
-        if rows and row.rows != rows[-1].rows:
-            write(a.out, NAME, output())  # what was timed is kept whatever comes
-        rows.append(row)
-    write(a.out, NAME, output())
-    judged += verdicts(bench, progress)
-    write(a.out, NAME, output())
+    try:
+        for row in bench.rows(a.rows or ROWS[kind]):
+            if rows and row.rows != rows[-1].rows:
+                write(a.out, NAME, output())
+            rows.append(row)
+        for verdict in verdicts(bench, progress):
+            judged.append(verdict)
+    finally:  # what was timed is kept whatever comes
+        write(a.out, NAME, output())
     if a.json:
         print(json.dumps(output(), indent=2))
     else:

@@ -40,7 +40,7 @@ from harness.spent import spent
 from harness.steps import steps
 from harness.tables import tables, vary
 from harness.ties import exact_ties, shared, tied
-from harness.workload import Workload, free_bytes
+from harness.workload import Workload, free_bytes, give_back
 from optimized.change import Contract, nodes
 
 MOST_FLIPS = 48  # replays of a node with one rounding flipped
@@ -311,6 +311,7 @@ class RegionCases:
 
 
 def case_limit(workload: Workload) -> int:
+    give_back(workload.device)
     share = free_bytes(workload.device) // CASE_SHARE
     return share if workload.device.type == "cuda" else min(share, LARGEST_ON_HOST)
 

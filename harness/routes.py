@@ -67,11 +67,14 @@ class Deviations:
         direct: tuple[Tensor, Tensor] | None = None
         others: list[tuple[Tensor, Tensor]] = []
         earlier: list[tuple[Tensor, int, Tensor]] = []
+        whole: list[Tensor] = []
         k = a.shape[-1]
         exact = any(c.kept == k < c.values.shape[-1] for c in choices)
         for i, choice in enumerate(choices):
             values = choice.values.double()
             if values.shape[:-1].numel() != rows or values.shape[-1] < 2:
+                if values.ndim > 2 and values.shape[0] == rows:  # in parts of each row
+                    whole.append(values.flatten(1))
                 continue
             values = values.reshape(rows, -1)
             finite = torch.isfinite(values)
@@ -82,7 +85,8 @@ class Deviations:
             if direct is None and fits and _reads(values, ordered, a):
                 direct = _apart(values, ordered, a, b), limit
                 for scores, kept, most in earlier:
-                    apart = _without_a_group(values, scores, kept, a, b, limit)
+                    before = next((w for w in whole if w.shape == values.shape), values)
+                    apart = _without_a_group(values, before, scores, kept, a, b, limit)
                     take = torch.isfinite(direct[0]) & (direct[0] >= direct[1]) & (apart < most)
                     margin, limits = direct
                     direct = torch.where(take, apart, margin), torch.where(take, most, limits)
@@ -119,31 +123,41 @@ def _apart(values: Tensor, ordered: Tensor, ours: Tensor, mine: Tensor) -> Tenso
 
 
 def _without_a_group(
-    values: Tensor, scores: Tensor, kept: int, ours: Tensor, mine: Tensor, limit: Tensor
+    values: Tensor,
+    before: Tensor,
+    scores: Tensor,
+    kept: int,
+    ours: Tensor,
+    mine: Tensor,
+    limit: Tensor,
 ) -> Tensor:
     """How far, by row, the score of a group that was kept is above the best one that was not, where
-    the candidate kept the others and chose the best of theirs, within `limit`; infinite elsewhere.
+    the candidate may have kept that in its place: it chose the best of what is then there, within
+    `limit`. Infinite elsewhere.
 
     The groups, of which `kept` with the largest `scores` [rows, g] had been chosen, are equal parts
-    of `values` [rows, n], which are masked out in the others: where that is not so, there is none.
+    of `values` [rows, n], which are masked out in the others; `before` are those before that. A row
+    of which that is not so has none.
     """
-    (rows, n), g = values.shape, scores.shape[-1]
+    (rows, n), g, k = values.shape, scores.shape[-1], mine.shape[-1]
     none = values.new_full((rows,), torch.inf)
     if n % g or not 0 < kept < g:
         return none
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :kept]
-    opened = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
-    if not torch.equal(opened.repeat_interleave(n // g, dim=-1), torch.isfinite(values)):
-        return none
-    lacking = ~(ours[..., None] == mine[:, None, :]).any(-1)
-    group = torch.where(lacking, ours // (n // g), 0)
-    closed = torch.zeros_like(opened).long().scatter_add(-1, group, lacking.long()) > 0
-    left = values.masked_fill(closed.repeat_interleave(n // g, dim=-1), -torch.inf)
-    ordered = left.sort(-1, descending=True).values
+    best = scores.sort(dim=-1, descending=True, stable=True).indices
+    opened = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best[:, :kept], True)
+    wide, visible = n // g, torch.isfinite(values)
+    grouped = (opened.repeat_interleave(wide, dim=-1) == visible).all(-1)
+    known = torch.isfinite(before).all(-1) & ((values == before) | ~visible).all(-1)
+    gone = ~(ours[..., None] == mine[:, None, :]).any(-1)
+    group = torch.where(gone, ours.long() // wide, 0)
+    closed = torch.zeros_like(opened).long().scatter_add(-1, group, gone.long()) > 0
+    instead = (opened & ~closed).scatter(-1, best[:, kept : kept + 1], True)
+    left = before.masked_fill(~instead.repeat_interleave(wide, dim=-1), -torch.inf)
     chosen = left.gather(-1, mine.long().clamp(0, n - 1)).sort(-1, descending=True).values
-    apart = (ordered[:, : mine.shape[-1]] - chosen).abs().nan_to_num(torch.inf).amax(-1)
-    fits = (apart < limit) & (closed.sum(-1) == 1)
-    above = scores - scores.masked_fill(opened, -torch.inf).amax(-1, keepdim=True)
+    apart = left.sort(-1, descending=True).values[:, :k] - chosen
+    apart = apart.abs().nan_to_num(torch.inf, torch.inf).amax(-1)
+    fits = grouped & known & (apart < limit) & (closed.sum(-1) == 1)
+    above = scores - scores.gather(-1, best[:, kept : kept + 1])
     return torch.where(fits, above.masked_fill(~closed, -torch.inf).amax(-1), none)
 
 
@@ -197,7 +211,7 @@ def find_flips(
         worst = deviations.note(name, differs, *found)
         bad = int((differs & ~(found[0] < found[1])).sum())  # a tie without noise is none
         if bad and flips.unexplained is None:
-            far = "masked out" if worst.margin is None else f"{worst.margin:.3g}"
+            far = "none" if worst.margin is None else f"{worst.margin:.3g}"
             flips.unexplained = (
                 f"{name} routes {bad} row(s) differently, row {worst.row} worst, where the "
                 f"reference's margin is above its self-noise ({far}, {worst.limit:.3g} is noise)"

@@ -124,6 +124,11 @@ def served(model: nn.Module, region: str, implementation: Implementation) -> lis
     return [name for name in names if unsupported(model.get_submodule(name)) is None]
 
 
+def applied(model: nn.Module) -> set[str]:
+    """The names of the changes that were applied to `model`."""
+    return {name for m in model.modules() if (name := getattr(m, "applied", None))}
+
+
 def reached(
     model: nn.Module, names: Sequence[str], closed: Collection[str] = frozenset()
 ) -> list[str]:
@@ -138,11 +143,23 @@ def reached(
 
 
 def share(model: nn.Module) -> nn.Module:
-    """A second module tree over the same parameters and buffers."""
+    """A second module tree over the same parameters and buffers. Replaced modules of it are made
+    anew, so that they call its own parts: hooks on these see what runs."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = tensor
-    return copy.deepcopy(model, memo)
+    return _of_one_piece(copy.deepcopy(model, memo))
+
+
+def _of_one_piece(module: Any) -> nn.Module:
+    """`module`, in which what was replaced is made anew around the parts that are seen there."""
+    for name, part in list(module.named_children()):
+        setattr(module, name, _of_one_piece(part))
+    if getattr(module, "remade", None) is None:
+        return module
+    inner = shallow(module.replaces())
+    inner._modules = dict(module._modules)
+    return module.remade(inner)
 
 
 def apply_change(
@@ -213,15 +230,20 @@ def put(
     outer = shallow(outer) if copied else outer
     first, _, rest = name.partition(".")
     part = getattr(outer, first)
-    setattr(outer, first, put(part, rest, made, copied) if rest else made(outer, part))
+    if rest:
+        part = put(part, rest, made, copied)
+    else:
+        part = made(outer, shallow(part) if copied else part)
+    setattr(outer, first, part)
     return outer if remade is None else remade(outer)
 
 
 def shallow(module: nn.Module) -> nn.Module:
-    """A module with the same parameters, buffers and children, to which others may be given."""
+    """A module with the same parameters, buffers, children and hooks, each in a list of its own."""
     other = copy.copy(module)
-    for part in ("_parameters", "_buffers", "_modules"):
-        setattr(other, part, dict(getattr(module, part)))
+    for name, own in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules") or "_hooks" in name:
+            setattr(other, name, copy.copy(own))
     return other
 
 

@@ -56,13 +56,16 @@ def unsupported(node: Any) -> str | None:
 
 def guard(node: Any, h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Tensor) -> str | None:
     """Why the kernel does not take this call, or None."""
-    return boundary_router.outside(node, h, x, *PARTS) or outside_experts(node)
+    return boundary_router.outside(node, h, x, *PARTS) or outside_experts(node, x)
 
 
-def outside_experts(node: Any) -> str | None:
-    """Why the layer's other parts are not what `experts_of` calls, or None."""
+def outside_experts(node: Any, x: Tensor) -> str | None:
+    """Why the layer's other parts are not what `experts_of` calls for such x, or None."""
     if getattr(node.mlp, "applied", None) not in (None, latent_moe.CHANGE.name):
         return f"the experts as a whole were replaced by {node.mlp.applied}"
+    tested = getattr(node.mlp.forward, "guard", None)
+    if tested is not None and (outside := tested.outside((x,))) is not None:
+        return f"the experts are outside what they were tested on: {outside}"
     if node.attn_boundary.scaled:
         return "the boundary after attention has a weighted post-norm"
     gate = node.post_attention_residual_gate.gate

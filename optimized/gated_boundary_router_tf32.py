@@ -115,11 +115,11 @@ def guard(node: Any, h: Tensor, x: Tensor, step: Any, cache: Any, next_norm: Ten
     """Why the kernels do not take this call, or None."""
     tokens = shape(node, h, x)["N"]
     if tokens <= MAX_TOKENS:
-        return outside(node, h, x, *PARTS) or outside_experts(node)
+        return outside(node, h, x, *PARTS) or outside_experts(node, x)
     if tokens > MAX_ROWS:
         return f"{tokens} tokens, the kernels take up to {MAX_ROWS}"
     one = h[:1, :1], x[:1, :1]
-    refused = outside(node, *one, *PARTS) or outside_experts(node)
+    refused = outside(node, *one, *PARTS) or outside_experts(node, x)
     weight = node.pre_feedforward_layernorm.weight
     return refused or residual_boundary.guard(node, x, h, weight, weight)
 

@@ -7,6 +7,7 @@ sums. An engine is a launch knob, so that the shape's measured time chooses it; 
 its engine is first asked for.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
 from optimized.launches import LibraryKernel, observed
@@ -84,8 +85,9 @@ def hangs() -> str | None:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None  # its import says more
-    if Version(found) >= Version(TINY_SINCE):
-        return None
+    with contextlib.suppress(InvalidVersion, TypeError):
+        if Version(found) >= Version(TINY_SINCE):
+            return None
     return f"{package} {found} has a kernel that may hang; install {package}>={TINY_SINCE}"
 
 

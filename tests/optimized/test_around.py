@@ -124,6 +124,36 @@ def test_the_part_that_is_called_is_the_one_in_the_tree():
     assert told == [model.get_submodule(name) for name in nodes(model, "part")]
 
 
+def test_a_shared_tree_calls_its_own_parts():
+    """What hooks on a tree see is what runs there."""
+    model = Model()
+    for one in (PART, INNER, OUTER):
+        apply_change(model, one, "torch")
+    other = share(model)
+    seen: list[nn.Module] = []
+    for name in nodes(other, "part"):
+        other.get_submodule(name).register_forward_pre_hook(lambda part, _: seen.append(part))
+    assert torch.equal(other(ROWS), model(ROWS))
+    told = [part for part in seen if hasattr(part, "applied")]
+    assert told == [other.get_submodule(name) for name in nodes(other, "part")]
+
+
+def test_what_a_part_is_prepared_with_stays_in_its_tree():
+    def prepare(parent: nn.Module, part: nn.Module) -> None:
+        part.packed = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        parent.told = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+
+    model = Model()
+    apply_change(model, INNER, "torch")
+    other = share(model)
+    (one,) = PART.implementations
+    apply_change(other, replace(PART, implementations=(replace(one, prepare=prepare),)), "torch")
+    parts = [m.get_submodule("layers.0.inner.part") for m in (other, model)]
+    assert [hasattr(part, "packed") for part in parts] == [True, False]
+    assert not hasattr(parts[1].replaces() if hasattr(parts[1], "replaces") else parts[1], "packed")
+    assert not hasattr(model.layers[0].inner.replaces(), "told")
+
+
 def test_a_node_made_anew_keeps_the_domain_of_its_change(caplog):
     model = Model()
     plain = replace(INNER, implementations=change("inner", 100.0).implementations)
