@@ -17,7 +17,7 @@ from agents.given import Given
 from agents.history import MAX_DEATHS, Started
 from agents.policy import Decision
 from agents.proposers.auto import agent_in, make_proposer
-from agents.proposers.base import Context, Suggestion, Tried, suggest
+from agents.proposers.base import Context, Suggestion, Tried, realised, suggest
 from agents.sandboxed import Gate, give_up_rights
 from agents.search import Limits, Stop, ending
 from agents.session import Session
@@ -178,6 +178,7 @@ class Loop:
             ),
             effect_us=self.history.effect_us()[self.session.measure.kind],
             gained_us=self.history.gained_us(self.session.measure.kind),
+            realised=realised(self.history.attempts, self.session.measure.kind),
             kept=frozenset(applied(self.session.current)) - self.session.begun,
         )
 

@@ -1,12 +1,14 @@
 """What a proposer is: it looks at where the time goes and names changes worth trying."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
-from harness.records import Proposal, Verdict
+from harness.records import Attempt, Proposal, Verdict
+from optimized.catalog import changes
 from optimized.change import Change, Contract, nodes, reached
 from traces.opportunities import Opportunity
 
@@ -30,6 +32,8 @@ class Context:
     effect_us: float  # the smallest gain that can be told from none
     gained_us: Mapping[str, float] = field(default_factory=dict)  # by region, of what was kept
     kept: frozenset[str] = frozenset()  # changes kept since the trace, which shows none of them
+    # Of what changes could gain at most, what those tried so far did: of parts, and around parts.
+    realised: Mapping[bool, float] = field(default_factory=dict)
 
     def was_tried(self, region: str, backend: str, change: str | None = None) -> bool:
         """Whether the region was tried with this backend, by this change or by any."""
@@ -58,6 +62,15 @@ class Context:
             return 0.0
         return len(open_names) / len(names) if names else 0.0
 
+    def expected(self, opportunity: Opportunity, *, around: bool = False) -> Opportunity:
+        """The opportunity with a prediction that has learnt from what was measured. The trace's own
+        counts launches and bytes alone; how close to its floor a region comes depends on how well
+        kernels do on this machine, which differs less between them than launches and bytes do."""
+        share = self.realised.get(around)
+        if share is None or self.device_type == "cpu":  # there a call's cost on the host decides
+            return opportunity
+        return replace(opportunity, predicted_us=share * opportunity.bound_us)
+
     def left(self, opportunity: Opportunity) -> Opportunity:
         """The opportunity without what was gained inside its region."""
         gained = sum(self.gained_us.get(region, 0.0) for region in opportunity.contains)
@@ -66,6 +79,20 @@ class Context:
             predicted_us=max(0.0, opportunity.predicted_us - gained),
             bound_us=max(0.0, opportunity.bound_us - gained),
         )
+
+
+def realised(attempts: Iterable[Attempt], kind: str) -> dict[bool, float]:
+    """The median share of what a timed change could gain at most that it gained, of 0 to 1: of
+    changes of parts (False), and of those around parts (True); without those of which none was
+    timed."""
+    known = changes()
+    shares: dict[bool, list[float]] = {}
+    for attempt in attempts:
+        if attempt.control is None and attempt.latency is not None and attempt.bound_us:
+            around = attempt.name in known and known[attempt.name].around
+            share = getattr(attempt.latency, kind).gain_us / attempt.bound_us
+            shares.setdefault(around, []).append(min(1.0, max(0.0, share)))
+    return {around: median(found) for around, found in shares.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ class Catalog:
                 continue
             if change.around:
                 opportunity = context.left(opportunity)
+            opportunity = context.expected(opportunity, around=change.around)
             share = (context.around if change.around else context.free)(change.region)
             if not share:
                 continue

@@ -25,6 +25,7 @@ class Inductor:
             share = context.free(region)
             if not share or share * opportunity.bound_us <= context.effect_us:
                 continue
+            opportunity = context.expected(opportunity)
             change = inductor_change(region)
             hypothesis = (
                 f"compile {opportunity.region}: {opportunity.launches} launches a step, "

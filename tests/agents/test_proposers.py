@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from agents.proposers.auto import Auto
-from agents.proposers.base import Context, Tried
+from agents.proposers.base import Context, Tried, realised
 from agents.proposers.catalog import Catalog
 from agents.proposers.inductor import Inductor
+from harness.records import Attempt
 from optimized.catalog import changes
 from optimized.change import apply_change, nodes, region_of, share
 from optimized.inductor import inductor_change
@@ -214,3 +217,30 @@ def inner_nodes(region: str, outer: str) -> list[str]:
     """The nodes of `region` inside those of another."""
     outside = tuple(f"{name}." for name in nodes(MODEL, outer))
     return [name for name in nodes(MODEL, region) if name.startswith(outside)]
+
+
+def test_predictions_learn_what_share_of_the_most_was_realised_on_a_gpu():
+    """On an H200 most changes gained nine tenths of the distance to their floors, whatever launches
+    and bytes promised; those around parts a tenth."""
+    around = next(c for c in changes().values() if c.around and nodes(MODEL, c.region))
+    inside = next(c for c in changes().values() if not c.around and nodes(MODEL, c.region))
+    seen = [attempt(inside.name, 60.0), attempt(inside.name, 90.0), attempt("mine.py", 500.0)]
+    seen += [attempt(around.name, -3.0), attempt(inside.name, None), attempt("c", 1.0, "identity")]
+    found = realised(seen, "decode")
+    assert found == {False: 0.9, True: 0.0}
+    regions = [opportunity(inside.region, 10.0), opportunity(around.region, 15.0)]
+    on_gpu = replace(context(regions, device="cuda"), realised=found)
+    proposals = {s.change.name: s.proposal for s in Catalog().propose(on_gpu)}
+    assert proposals[inside.name].predicted_us == pytest.approx(0.9 * 20.0)
+    assert proposals[around.name].predicted_us == 0.0
+    on_cpu = replace(on_gpu, device_type="cpu")
+    assert on_cpu.expected(regions[0]) == regions[0]
+    assert context(regions, device="cuda").expected(regions[0]) == regions[0]
+
+
+def attempt(name: str, gain_us: float | None, control: str | None = None) -> Attempt:
+    """One that could have gained 100 us at most."""
+    pair = SimpleNamespace(gain_us=gain_us)
+    latency = None if gain_us is None else SimpleNamespace(decode=pair)
+    told = {"name": name, "bound_us": 100.0, "control": control, "latency": latency}
+    return cast(Attempt, SimpleNamespace(**told))
