@@ -184,6 +184,7 @@ def recall(a: argparse.Namespace, ledger: Ledger) -> None:
     for name in ("target", "model", "preset", "device", "proposer", "seed"):
         setattr(a, name, run[name])
     known = run.get("options") or {}
+    a.budget_minutes = a.budget_minutes or known.get("budget_minutes")
     a.require_sandbox |= bool(known.get("require_sandbox"))
     a.allow_added = [*a.allow_added, *known.get("allows", [])]
     options.recall(a, known)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agents.run import main
+from agents.run import main, parser, recall
 from harness import cli
 from harness.ledger import Ledger
 
@@ -75,6 +75,17 @@ def test_missing_target_says_what_to_give(tmp_path):
     done = run(cwd=tmp_path)
     assert done.returncode == 2
     assert "--target is missing" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("words", "minutes"), [([], 7.5), (["--budget-minutes", "3"], 3.0)])
+def test_a_continued_run_has_the_budget_that_it_was_started_with(tmp_path, words, minutes):
+    ledger = Ledger.create(tmp_path / "run")
+    said = {"target": "decode-bs1", "model": "beam", "preset": "mini", "device": "cpu"}
+    said |= {"schema": 1, "proposer": "auto", "seed": 0, "options": {"budget_minutes": 7.5}}
+    ledger.append("run", said)
+    arguments = parser().parse_args(["--resume", str(tmp_path / "run"), *words])
+    recall(arguments, ledger)
+    assert arguments.budget_minutes == minutes
 
 
 def test_run_of_another_schema_is_refused(tmp_path, capfd):

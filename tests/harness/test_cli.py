@@ -68,6 +68,23 @@ def test_a_missing_package_is_one_line(words):
     assert " is not installed for " in done.stderr and "use .venv/bin/python" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["bench", "--peers", "nope"], "python -m harness bench"),
+        (["--nope", "bench"], "python -m harness"),
+    ],
+    ids=["after-the-subcommand", "before-it"],
+)
+def test_what_is_not_known_refers_to_the_help_of_the_command(words, where):
+    parser = cli.Parser(prog="python -m harness")
+    parser.add_subparsers().add_parser("bench").add_argument("--peers", action="store_true")
+    with pytest.raises(UserError) as raised:
+        parser.parse_args(words)
+    given = next(word for word in words if "nope" in word)
+    assert str(raised.value) == f"unrecognized arguments: {given}; see {where} --help"
+
+
 def test_a_missing_module_of_ours_is_our_mistake():
     with pytest.raises(ModuleNotFoundError):
         cli.run(raising(ModuleNotFoundError("No module named", name="harness.gone")))
