@@ -7,7 +7,9 @@ does.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,7 @@ CACHE_FACTOR = 4  # a chain's data is so many times the last cache
 CHAIN = 16  # calls in a chain, so that the clock's resolution and its start count for little
 KEPT_BYTES = 2 << 30  # of recorded arguments of one job
 CPU_CACHE = 32 << 20
+COMPILED_AT_ONCE = 8
 OTHER_CONTEXT = 8192  # of a decode whose batch no target has
 STORES = frozenset(("index_put", "index_copy", "scatter"))
 
@@ -122,6 +125,19 @@ def calls_of(model: nn.Module, region: str, steps: Iterable[StepInputs]) -> list
 
 def shapes(args: Any) -> str:
     return ", ".join("x".join(map(str, t.shape)) or "scalar" for _, t in leaves(args))
+
+
+def call_side_by_side(calls: Sequence[Callable[[], Any]], deadline: float) -> None:
+    """Make the calls in threads, none after `deadline` (on `time.monotonic`): their kernels are
+    compiled then. What fails is for whoever times it to say."""
+
+    def made(call: Callable[[], Any]) -> None:
+        with contextlib.suppress(Exception), torch.no_grad():
+            if time.monotonic() < deadline:
+                call()
+
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        list(pool.map(made, calls))
 
 
 def ends_first(counts: Sequence[int]) -> list[int]:

@@ -5,10 +5,8 @@ timed against each peer that can be imported, against the region as PyTorch runs
 that is cuBLAS) and as torch.compile makes it. The judge says how each rounds under our contract.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +15,14 @@ import torch
 from torch import nn
 
 from harness.bench import ImpossibleTimeError, Step, compare, default_mode, smallest_effect
-from harness.bench_jobs import Job, ends_first, last_cache_bytes, record_jobs, target_of
+from harness.bench_jobs import (
+    Job,
+    call_side_by_side,
+    ends_first,
+    last_cache_bytes,
+    record_jobs,
+    target_of,
+)
 from harness.call_floors import CallFloors
 from harness.cases import REFUSALS
 from harness.ceilings import measure_ceilings
@@ -35,7 +40,6 @@ from optimized.plan import Plan, make_knobs
 TORCH = "PyTorch"
 COMPILED = "torch.compile"
 IMPOSSIBLE = "impossible time"
-COMPILED_AT_ONCE = 8
 FAILURES = (*REFUSALS, AssertionError, ImportError, OSError)
 
 Call = Callable[[], Any]
@@ -200,13 +204,7 @@ class PeerBench:
             for rival in self.rivals(job.region):
                 if rival.name not in (TORCH, COMPILED) and self.absent.get(rival.name) is None:
                     calls.append(lambda job=job, rival=rival: next(self._bound(job, rival))())
-
-        def made(call: Call) -> None:
-            with contextlib.suppress(Exception), torch.no_grad():
-                _ = self.spent or call()
-
-        with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-            list(pool.map(made, calls))
+        call_side_by_side(calls, self.deadline)
         self.compiled = True
 
     def _job(self, job: Job, ours: Ours, cache: int) -> Iterator[PeerRow]:

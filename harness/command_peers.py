@@ -71,8 +71,11 @@ def peers(a: argparse.Namespace) -> int:
             rows.append(row)
         for verdict in verdicts(bench, progress):
             judged.append(verdict)
-    finally:  # what was timed is kept whatever comes
-        write(a.out, NAME, output())
+    except BaseException:
+        if rows:  # what was timed is kept whatever comes
+            write(a.out, NAME, output())
+        raise
+    write(a.out, NAME, output())
     if a.json:
         print(json.dumps(output(), indent=2))
     else:
@@ -133,7 +136,10 @@ def show(bench: PeerBench, rows: list[PeerRow], judged: list[PeerVerdict]) -> No
             print(f"{verdict.peer} under the contract of {verdict.contract}: {verdict.words()}")
     library = [r for r in rows if r.ratio is not None and r.peer not in GENERAL]
     slower = [r for r in library if r.outcome == "slower"]
-    print(f"slower than a library's kernel at {len(slower)} of {len(library)} points")
+    if library:
+        print(f"slower than a library's kernel at {len(slower)} of {len(library)} points")
+    else:
+        print("no library's kernel was timed")
 
 
 def ratio(row: PeerRow) -> str:

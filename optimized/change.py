@@ -151,10 +151,15 @@ def share(model: nn.Module) -> nn.Module:
     return _of_one_piece(copy.deepcopy(model, memo))
 
 
-def _of_one_piece(module: Any) -> nn.Module:
+def _of_one_piece(module: nn.Module) -> nn.Module:
     """`module`, in which what was replaced is made anew around the parts that are seen there."""
     for name, part in list(module.named_children()):
         setattr(module, name, _of_one_piece(part))
+    return _anew(module)
+
+
+def _anew(module: Any) -> nn.Module:
+    """A replaced module again, around the parts that it has now; others as they are."""
     if getattr(module, "remade", None) is None:
         return module
     inner = shallow(module.replaces())
@@ -213,29 +218,13 @@ def limit(model: nn.Module, change: Change, domain: Domain) -> None:
             put(model, name, lambda _, node: node.remade(node.replaces(), domain))
 
 
-def put(
-    module: Any,
-    name: str,
-    made: Callable[[nn.Module, Any], nn.Module],
-    copied: bool = False,
-) -> nn.Module:
-    """`module` with `made(parent, node)` in the place of its node `name`.
-
-    It is altered in place, but what is inside a replaced module may be another tree's, too, so
-    that it is `copied` down to the parent. A replaced module on the way is made anew around it.
-    """
-    remade = getattr(module, "remade", None)
-    copied = copied or remade is not None
-    outer = module if remade is None else module.replaces()
-    outer = shallow(outer) if copied else outer
+def put(module: nn.Module, name: str, made: Callable[[nn.Module, Any], nn.Module]) -> nn.Module:
+    """`module`, in place, with `made(parent, node)` where its node `name` was; a replaced module
+    on the way is made anew around it."""
     first, _, rest = name.partition(".")
-    part = getattr(outer, first)
-    if rest:
-        part = put(part, rest, made, copied)
-    else:
-        part = made(outer, shallow(part) if copied else part)
-    setattr(outer, first, part)
-    return outer if remade is None else remade(outer)
+    part = getattr(module, first)
+    setattr(module, first, put(part, rest, made) if rest else made(module, part))
+    return _anew(module)
 
 
 def shallow(module: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from harness.bench_jobs import (
 )
 from harness.bench_peers import PeerBench, PeerRow
 from harness.bench_verdicts import verdicts
+from harness.command_peers import show
 from harness.records import Ceilings
 from harness.workload import Workload
 from optimized.change import nodes, region_of
@@ -218,6 +219,11 @@ def test_what_was_timed_is_kept_whatever_comes(tmp_path, monkeypatch):
         main(words)
     found = json.loads((tmp_path / "peers.json").read_text())
     assert {r["rows"] for r in found["rows"]} == {1, 2} and found["verdicts"] == []
+
+
+def test_where_no_library_was_timed_that_is_said(workload, capsys):
+    show(PeerBench(workload, deadline=time.monotonic()), [], [])
+    assert capsys.readouterr().out.splitlines()[-1] == "no library's kernel was timed"
 
 
 def test_what_the_budget_does_not_reach_is_said(workload):
