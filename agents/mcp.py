@@ -45,7 +45,7 @@ def words(argv: Sequence[str] | None) -> argparse.Namespace:
     a.proposer, a.budget_minutes = MCP, a.budget_minutes or MINUTES
     run.check(a)
     if a.resume is not None:
-        run.recall(a, run.readable(a.resume))
+        run.recall(a, run.readable(a.resume), run.given(parser(), argv))
         if a.proposer != MCP:
             raise UserError(
                 f"{a.resume} is a run of --proposer {a.proposer}; continue it with "

@@ -2,8 +2,11 @@
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from harness import cli
 
@@ -21,6 +24,7 @@ except ModuleNotFoundError as missing:
     cli.end_without(missing, __name__)
 
 DEFAULT_MINUTES = {"cpu": 4.7, "cuda": 60.0}
+BEGUN_WITH = "target", "model", "preset", "device", "proposer", "seed"  # a run, for good
 WAITING = "waiting for the run's earlier process"
 ENDING_S = 600.0  # for a run whose coding agent has left to come to its end
 
@@ -121,7 +125,7 @@ def words(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser().parse_args(argv)
     check(arguments)
     if arguments.resume is not None:
-        recall(arguments, readable(arguments.resume))
+        recall(arguments, readable(arguments.resume), given(parser(), argv))
     elif arguments.target is None:
         raise UserError("--target is missing; name what to make faster, such as decode-bs1")
     return arguments
@@ -173,15 +177,24 @@ def readable(directory: Path) -> Ledger:
     return Ledger.open(directory)
 
 
-def recall(a: argparse.Namespace, ledger: Ledger) -> None:
-    """A continued run goes on with what it was started with."""
+def given(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> dict[str, Any]:
+    """What the command line says of what a run is begun with, without defaults."""
+    said = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(BEGUN_WITH)))
+    return {name: value for name in BEGUN_WITH if (value := getattr(said, name)) is not None}
+
+
+def recall(
+    a: argparse.Namespace, ledger: Ledger, said: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """A continued run goes on with what it was started with; UserError where `said` is another."""
     run = ledger.header()
-    if a.target is not None and a.target != run["target"]:
-        raise UserError(
-            f"{ledger.directory} is a run for target {run['target']}, not {a.target}; "
-            "leave --target out, or start a new run"
-        )
-    for name in ("target", "model", "preset", "device", "proposer", "seed"):
+    for name, value in said.items():
+        if value != run[name] and (name, value) not in (("preset", "auto"), ("device", "auto")):
+            raise UserError(
+                f"{ledger.directory} is a run with --{name} {run[name]}, not {value}; "
+                f"leave --{name} out, or start a new run"
+            )
+    for name in BEGUN_WITH:
         setattr(a, name, run[name])
     known = run.get("options") or {}
     a.budget_minutes = a.budget_minutes or known.get("budget_minutes")

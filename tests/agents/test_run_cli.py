@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agents.run import main, parser, recall
+from agents.run import given, main, parser, recall
 from harness import cli
 from harness.ledger import Ledger
 
@@ -79,13 +79,47 @@ def test_missing_target_says_what_to_give(tmp_path):
 
 @pytest.mark.parametrize(("words", "minutes"), [([], 7.5), (["--budget-minutes", "3"], 3.0)])
 def test_a_continued_run_has_the_budget_that_it_was_started_with(tmp_path, words, minutes):
+    ledger = begun(tmp_path)
+    arguments = parser().parse_args(["--resume", str(tmp_path / "run"), *words])
+    recall(arguments, ledger)
+    assert arguments.budget_minutes == minutes
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", "toy.py"], "a run with --model beam, not toy.py; leave --model out"),
+        (["--preset", "full"], "a run with --preset mini, not full; leave --preset out"),
+        (["--device", "cuda"], "a run with --device cpu, not cuda; leave --device out"),
+        (["--seed", "7"], "a run with --seed 0, not 7; leave --seed out, or start a new run"),
+        (["--proposer", "catalog"], "a run with --proposer auto, not catalog; leave"),
+        (["--target", "decode-bs8"], "a run with --target decode-bs1, not decode-bs8; leave"),
+    ],
+)
+def test_a_continued_run_is_not_given_another_beginning(tmp_path, words, says, capfd):
+    begun(tmp_path)
+    before = (tmp_path / "run" / Ledger.NAME).read_bytes()
+    assert cli.run(lambda: main(["--resume", str(tmp_path / "run"), *words])) == 2
+    told = capfd.readouterr().err
+    assert says in told and told.count("\n") == 1
+    assert (tmp_path / "run" / Ledger.NAME).read_bytes() == before
+
+
+def test_what_a_run_was_begun_with_may_be_said_again(tmp_path):
+    ledger = begun(tmp_path)
+    line = ["--resume", str(tmp_path / "run"), "--model", "beam", "--preset", "auto", "--seed", "0"]
+    arguments = parser().parse_args(line)
+    recall(arguments, ledger, given(parser(), line))
+    assert (arguments.preset, arguments.device, arguments.seed) == ("mini", "cpu", 0)
+
+
+def begun(tmp_path: Path) -> Ledger:
+    """A run of seven and a half minutes that has only its first event."""
     ledger = Ledger.create(tmp_path / "run")
     said = {"target": "decode-bs1", "model": "beam", "preset": "mini", "device": "cpu"}
     said |= {"schema": 1, "proposer": "auto", "seed": 0, "options": {"budget_minutes": 7.5}}
     ledger.append("run", said)
-    arguments = parser().parse_args(["--resume", str(tmp_path / "run"), *words])
-    recall(arguments, ledger)
-    assert arguments.budget_minutes == minutes
+    return ledger
 
 
 def test_run_of_another_schema_is_refused(tmp_path, capfd):
