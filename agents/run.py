@@ -160,6 +160,8 @@ def check(a: argparse.Namespace) -> None:
     workers.check(a)
     if a.resume is None:
         storage.check(a, confined=confined(a))
+    if a.other_card and a.resume is None:
+        raise UserError("--other-card is of a continued run; give --resume, or leave it out")
     if a.resume is not None and a.run_dir is not None:
         raise UserError("--resume names the run's directory already; leave --run-dir out")
     if a.resume is None and a.run_dir is not None:

@@ -82,9 +82,19 @@ def _against(run: Run, baseline: Baseline, kind: str) -> Ratio | None:
         return None
     if run.unchanged and (before := run.before(kind)) is not None:
         return ratio(timing, getattr(before, kind))
-    if after.pairs is not None and baseline is run.before(kind):
-        return paired_ratio(getattr(after.pairs, kind))
-    return ratio(timing, getattr(after, kind))
+    if (result := alone(run, baseline, kind)) is not None:
+        return ratio(timing, result)
+    return paired_ratio(getattr(after.pairs, kind))
+
+
+def alone(run: Run, baseline: Baseline, kind: str) -> Timing | None:
+    """The result as it was timed by itself, as the baselines were, where its factor over this one
+    is of that; None where it is of the closing pairs, or there is no result."""
+    after = run.after
+    if after is None or run.unchanged:
+        return None
+    paired = after.pairs is not None and baseline is run.before(kind)
+    return None if paired else getattr(after, kind)
 
 
 def ends(run: Run, kind: str) -> tuple[Timing | None, Timing | None]:

@@ -85,7 +85,10 @@ def _versus(run: Run, kind: str) -> str:
         name, ratio = row.baseline.name, getattr(row, kind)
         if ratio is not None:
             bounds = text.factor_interval(ratio.interval)
-            parts.append(f"{text.factor(ratio.value)} {bounds} {name}")
+            timed = figures.alone(run, row.baseline, kind)
+            by_itself = run.after is not None and run.after.pairs is not None and timed
+            of = f" (of {text.time(by_itself.median_us)} alone)" if by_itself else ""
+            parts.append(f"{text.factor(ratio.value)} {bounds} {name}{of}")
         else:
             parts.append(f"no {name} ({row.baseline.absent or row.baseline.note or 'not timed'})")
     return "against the baselines " + ", ".join(parts)

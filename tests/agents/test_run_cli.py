@@ -53,6 +53,7 @@ BAD = {
     "change-no-python": (("--change", __file__ + "c"), "give the path of a .py file"),
     "changes-of-one-name": (("--change", TOY, "--change", TOY), "two change files are called toy_"),
     "not-a-run": (("--resume", "."), "is not a run: it has no ledger.jsonl"),
+    "another-card-of-a-new-run": (("--other-card",), "give --resume, or leave it out"),
     "two-directories": (("--resume", ".", "--run-dir", "x"), "leave --run-dir out"),
     "does-not-fit": (("--preset", "full", "--device", "cpu"), "GiB for its weights and"),
     "cannot-be-called": (("--model", CALLED), "forward of 2 x 4 token(s) raised RuntimeError"),

@@ -1,5 +1,6 @@
 """The verdict on the model as a run ends is shown, and a failed one is not to be overlooked."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,8 @@ def test_closing_pairs_give_the_speed_up_over_the_model_as_it_was(cuda_run):
     decode = next(line for line in headline(run) if line.startswith("decode: "))
     assert decode.startswith(f"decode: {path} [14.90, 15.10] ms; against the baselines ")
     assert "1.20× [1.19, 1.21] graph" in decode
+    assert re.search(r"[\d.]+× \[[\d., ]+\] eager \(of 15\.76 ms alone\)", decode)
+    assert "as they were: decode 15.76 ms, prefill" in markdown(run).replace(NBSP, " ")
     assert f"**Decode: {path}** ([17.90, 18.10] ms plain PyTorch" in markdown(run).replace(
         NBSP, " "
     )
