@@ -29,6 +29,9 @@ KINDS = DECODE, PREFILL
 DEFAULTS = {DECODE: "decode-bs1", PREFILL: "prefill-8x2048"}
 # What share of the budget one measurement of each kind may take, and at most how many seconds.
 SHARES = {DECODE: (0.02, 2.0), PREFILL: (0.006, 3.0)}
+# A prefill that is the target gets this many times as much: at its power limit a card's clock makes
+# two runs of 0.42 s differ by 1% (an H200), and three pairs told nothing below 2%.
+TARGET_PREFILL = 2.5
 AA_FACTOR = 3.0  # A/A runs get this many times the seconds of one measurement
 IN_SHORT_S = 0.15
 MIN_PAIRS = {DECODE: 5, PREFILL: 3}  # rounds of base, candidate, candidate, base
@@ -85,6 +88,8 @@ class Measure:
 
     def seconds(self, kind: str, factor: float = 1.0) -> float:
         fraction, at_most = SHARES[kind]
+        if kind == self.kind == PREFILL:
+            factor *= TARGET_PREFILL
         return factor * self.budget.share_s(fraction, at_most_s=at_most)
 
     def timings(self, steps: Steps) -> dict[str, Timing]:

@@ -6,6 +6,7 @@ Nothing here imports torch: tests of the torch-free packages run without it.
 import gc
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -18,6 +19,12 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 # Triton reads it when a kernel is defined: without a GPU, its interpreter runs the kernels.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# What a shell starts in the background ignores Ctrl-C, and so would the processes that tests start
+# and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Each with a fixture or a test of minutes: begun last, it would leave a worker idle.

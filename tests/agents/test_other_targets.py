@@ -193,3 +193,11 @@ def test_the_other_targets_are_all_but_the_two_of_the_run(tmp_path) -> None:
         others = measure.Measure(toy(), target, budget).others
         assert left in others and target not in others
         assert len(others) == len(TARGETS) - 2
+
+
+def test_a_prefill_gets_more_time_where_it_is_the_target() -> None:
+    hour = Budget(60.0)
+    beside = measure.Measure(toy(), "decode-bs1", hour)
+    target = measure.Measure(toy(), "prefill-8x2048", hour)
+    assert target.seconds("prefill") == pytest.approx(2.5 * beside.seconds("prefill"))
+    assert beside.seconds("decode") == target.seconds("decode") > 0
