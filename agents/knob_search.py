@@ -4,7 +4,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from agents.storage import Studies
+from harness.threads import side_by_side
 from optimized.change import KnobValue
 from optimized.gemv_engines import CannotServe
 
@@ -162,5 +162,4 @@ def _compile(run: Callable[[Values], object], batch: Sequence[Values]) -> None:
         except UNFIT:
             return  # fails again, and counts, where it is timed
 
-    with ThreadPoolExecutor(min(len(batch), os.cpu_count() or 1)) as pool:
-        list(pool.map(compiled, batch))
+    side_by_side(compiled, batch, os.cpu_count() or 1)

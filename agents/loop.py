@@ -22,7 +22,7 @@ from agents.sandboxed import Gate, give_up_rights
 from agents.search import Limits, Stop, ending
 from agents.session import Session
 from agents.trial import Outcome, Trial
-from harness.errors import SelfTestError, UserError
+from harness.errors import SelfTestError, UserError, raised_at
 from harness.records import Attempt, Latency, Status
 from harness.spent import collecting
 from optimized.change import Change, applied, nodes
@@ -207,7 +207,7 @@ class Loop:
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises is a finding
                 first = next(iter(str(error).strip().splitlines()), "")
-                outcome.failure = f"{type(error).__name__}: {first}"
+                outcome.failure = f"{type(error).__name__}: {first}{raised_at(error)}"
                 lost = card_is_lost(error)
         spoilt = None if lost else weights.changed(self.session.reference)
         if spoilt is not None:

@@ -9,7 +9,6 @@ does.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from harness.floors import LOOKUPS
 from harness.modes import DispatchMode
 from harness.operators import is_view
 from harness.operators import name as called
+from harness.threads import side_by_side
 from harness.trees import leaves, map_tensors
 from harness.workload import TARGETS, StepInputs, Target, Workload, target
 from optimized.change import nodes, region_of
@@ -136,8 +136,7 @@ def call_side_by_side(calls: Sequence[Callable[[], Any]], deadline: float) -> No
             if time.monotonic() < deadline:
                 call()
 
-    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-        list(pool.map(made, calls))
+    side_by_side(made, calls, COMPILED_AT_ONCE)
 
 
 def ends_first(counts: Sequence[int]) -> list[int]:

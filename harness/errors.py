@@ -1,6 +1,10 @@
 """What goes wrong because of what a user gave us, and the exit codes that every command shares."""
 
+import traceback
 from enum import IntEnum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class ExitCode(IntEnum):
@@ -18,3 +22,12 @@ class UserError(Exception):
 
 class SelfTestError(Exception):
     """The judge's replay does not reproduce the reference, so no verdict can be trusted."""
+
+
+def raised_at(error: BaseException) -> str:
+    """ " (FILE:LINE)" of the innermost frame in this repository, or nothing."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+            return f" ({path.relative_to(ROOT)}:{frame.lineno})"
+    return ""

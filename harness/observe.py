@@ -21,6 +21,7 @@ from harness.trees import bits, leaves
 
 # What a candidate in another process has to poison there: the results alike, and `poisoned`'s fill.
 POISON: ContextVar[tuple[list[Tensor], bool] | None] = ContextVar("POISON", default=None)
+SUMMED = 1 << 24  # elements of a checksum at once: they are summed as copies of 8 bytes each
 POISON_COPIES = 4  # freed blocks of each result's size, filled with NaN, for the next call to get
 
 
@@ -131,8 +132,12 @@ def checksum(tensor: Tensor) -> tuple[int, int]:
     pattern = bits(tensor).flatten()
     if pattern.dtype == torch.bool:
         pattern = pattern.to(torch.uint8)
-    sums = pattern.sum(dtype=torch.int64), pattern[::2].sum(dtype=torch.int64)
-    return int(sums[0]), int(sums[1])
+    sums = torch.zeros(2, dtype=torch.int64, device=pattern.device)
+    for part in pattern.split(SUMMED):
+        sums[0] += part.sum(dtype=torch.int64)
+        sums[1] += part[::2].sum(dtype=torch.int64)
+    first, second = sums.tolist()
+    return first, second
 
 
 def checksums(node: nn.Module, cases: list[Case], fixed: set[int]) -> dict[str, tuple[int, int]]:

@@ -40,6 +40,7 @@ TILE, TOKENS, CHUNK = 16, 8, 32  # rows of W, rows of x, columns of a step on te
 MAX_PIECES = 40  # of a thread in registers, four each
 HELD_BY_ALL = 320  # pieces times warps, for 65536 registers
 MAX_TILED_ROWS = 64  # of W; 128 spill on sm_90
+MAX_CHUNKS = 63  # of a warp: its loop over them is unrolled, and compiling more is slow
 MAX_STATIC, MAX_DYNAMIC = 40_000, 200_000  # bytes of shared memory
 MAX_CUTE_ROWS, MAX_TINY_ROWS = 16, 8  # of x
 
@@ -214,6 +215,8 @@ def cute_fits(shape: Mapping[str, int], knobs: Any) -> bool:
         if rows % (PIECE * 32 * warps // block) or rows > 32 * warps:
             return False
     elif shared or rows % TILE or rows > MAX_TILED_ROWS or width % (CHUNK * warps):
+        return False
+    elif width // (CHUNK * warps) > MAX_CHUNKS:
         return False
     elif block > 2 * CHUNK and block >= 2 * width // warps:
         return False

@@ -7,11 +7,13 @@ import triton
 
 from optimized import gemv_engines
 from optimized.change import KnobValue
-from optimized.gemv_engines import CUTE, LIBRARY, OWN, REGISTERS
+from optimized.gemv_engines import CUTE, LIBRARY, OWN, REGISTERS, TINY
 
 MAX_UNROLL = 32
 MAX_HELD = 160
 HELD_BY_ALL = 10_000_000  # weights, in the registers of 132 SMs with room to work
+# Weights from which for a few rows FlashInfer's kernel and cuBLAS beat CuTe DSL's (`heuristic`).
+LARGE, MEDIUM, TALL = 20_000_000, 10_000_000, 4096
 ROW_CHOICES = {
     "warps": (1, 2, 4, 8),
     "rows": (1, 2, 4, 8, 16),
@@ -44,21 +46,29 @@ class GemvKnobs:
 
     @classmethod
     def heuristic(cls, shape: Mapping[str, int]) -> "GemvKnobs":
-        """CuTe DSL's kernel where this machine has it and it takes the shape; for several rows else
-        a library's; ours otherwise.
+        """CuTe DSL's kernel where this machine has it and it takes the shape; for several rows of a
+        large weight, or where that one is missing, a library's; ours otherwise.
 
         On an H200 the first took 6.2 us for 8 rows of 1792 x 5120 and 3.2 of 5120 x 768, ours 14.3
         and 5.7. For one row a decode step of Beam (2404 us, TP8 rank) gained 17.7 us by it in the
-        packed projections, 7.6 in the output projections, 3.2 in the LM head (2026-11-30).
+        packed projections, 7.6 in the output projections, 3.2 in the LM head (2026-11-30). For 8
+        rows of 5120 x 5120 it took 20.1 us, FlashInfer's 18.6; of 5120 x 2560 10.7, cuBLAS 10.2
+        and FlashInfer's 13.7; of 18992 x 5120 cuBLAS 53.9 and FlashInfer's 52.8 (2026-12-01).
         """
+        if shape["M"] > 1 and (engine := of_large(shape)) is not None:
+            return cls.canonical(engine)
         for start in cute_starts(shape):
             made = cls(**start, engine=CUTE)
             if made.is_valid(shape) and gemv_engines.serves(CUTE, shape):
                 return made
         if shape["M"] > 1 and gemv_engines.serves(LIBRARY, shape):
-            first = {name: values[0] for name, values in FEW_ROWS_CHOICES.items()}
-            return cls(**first, engine=LIBRARY)
+            return cls.canonical(LIBRARY)
         return cls.own(shape)
+
+    @classmethod
+    def canonical(cls, engine: str) -> "GemvKnobs":
+        """A library's engine, to which the other knobs say nothing, for several rows."""
+        return cls(**{name: values[0] for name, values in FEW_ROWS_CHOICES.items()}, engine=engine)
 
     @classmethod
     def own(cls, shape: Mapping[str, int]) -> "GemvKnobs":
@@ -113,6 +123,16 @@ class GemvKnobs:
             return self.stages == first and gemv_engines.cute_fits(shape, self)
         canonical = all(getattr(self, name) == values[0] for name, values in choices.items())
         return canonical and self.hold == REGISTERS and gemv_engines.takes(self.engine, shape)
+
+
+def of_large(shape: Mapping[str, int]) -> str | None:
+    """The library's engine for a few rows of a weight so large that it beats CuTe DSL's."""
+    weights = shape["O"] * shape["D"]
+    if weights >= LARGE and gemv_engines.serves(TINY, shape):
+        return TINY
+    if shape["O"] >= TALL and weights >= MEDIUM and gemv_engines.serves(LIBRARY, shape):
+        return LIBRARY
+    return None
 
 
 def cute_starts(shape: Mapping[str, int]) -> list[dict[str, int]]:

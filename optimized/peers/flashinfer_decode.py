@@ -12,6 +12,8 @@ from optimized.peers.peer import Bound, Peer
 
 PAGE = 16
 WORKSPACE = 128 << 20  # bytes, as its documentation has it
+# Query heads a KV head, from which it is to use tensor cores; its other kernel refuses six.
+TENSOR_CORES_FROM = 4
 
 
 def bind(node: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Bound:
@@ -25,7 +27,8 @@ def bind(node: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Bou
     order = torch.arange(batch * pages, dtype=torch.int32, device=device)
     last = torch.full((batch,), length - (pages - 1) * PAGE, dtype=torch.int32, device=device)
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+    on_tensor_cores = heads // kv_heads >= TENSOR_CORES_FROM
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=on_tensor_cores)
     wrapper.plan(
         starts,
         order,

@@ -43,8 +43,33 @@ def reordered(reference, x, count=16):
 def assert_matches(reference, x, knobs=None):
     weights, experts = run_triton(CHANGE, reference, x, knobs=knobs)
     expected_weights, expected_experts = reference(x)
-    assert experts.dtype == torch.int64 and experts.tolist() == expected_experts.tolist()
-    assert_within(weights, expected_weights, reordered(reference, x))
+    moved = (experts != expected_experts).any(dim=-1)
+    assert experts.dtype == torch.int64
+    assert_tied(reference, x[moved], experts[moved], expected_experts[moved])
+    others = (w[~moved] for w in reordered(reference, x))
+    assert_within(weights[~moved], expected_weights[~moved], others)
+
+
+def assert_tied(reference, x, experts, expected):
+    """The experts that changed places have exact scores closer than FP32's errors: of 16384 tokens
+    one had (an H200, 2026-12-01)."""
+    if len(x) == 0:
+        return
+    exact, single = (
+        torch.sigmoid((x.to(t) @ reference.weight.T.to(t)) * reference.logit_scale)
+        + reference.e_score_correction_bias.to(t)
+        for t in (torch.float64, torch.float32)
+    )
+    apart = (exact.gather(1, experts) - exact.gather(1, expected)).abs().max()
+    assert apart <= 2 * (single - exact).abs().max()
+
+
+def test_a_tie_is_told_from_a_wrong_expert():
+    reference, x = node(64), bf16(4, 64)
+    experts = reference(x)[1]
+    assert_tied(reference, x, experts, experts)
+    with pytest.raises(AssertionError):
+        assert_tied(reference, x, experts.flip(-1), experts)
 
 
 @pytest.mark.parametrize("tokens", [1, 5], ids="N{}".format)

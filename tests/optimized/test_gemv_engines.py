@@ -17,6 +17,7 @@ from optimized import gemv, gemv_cute, gemv_engines, launches, linear_decode
 from optimized.change import share
 from optimized.gemv import GemvKnobs
 from optimized.gemv_engines import CUTE, LIBRARY, OWN, REGISTERS, SHARED, TINY
+from optimized.gemv_knobs import LARGE, MEDIUM, TALL
 from optimized.offline import cute_rows
 from optimized.peers.peer import peers
 from optimized.plan import Enabled, Plan, apply_enabled, make_knobs
@@ -80,7 +81,12 @@ MUSE_SHAPES = [(2304, 8192), (8192, 1024), (4096, 1024), (25256, 8192)]
 def test_the_heuristic_takes_the_fastest_engine_there_is(monkeypatch, rows, outputs, width):
     monkeypatch.setattr(gemv_engines, "capability", lambda: (9, 0))
     sizes = shape(rows, outputs, width)
-    for absent, expected in (((), CUTE), ((CUTE, TINY), LIBRARY), ((CUTE, TINY, LIBRARY), OWN)):
+    weights = outputs * width
+    best = LIBRARY if weights >= MEDIUM and outputs >= TALL else CUTE
+    if weights >= LARGE:
+        best = TINY if rows <= 8 and outputs % 16 == 0 else best
+    best = CUTE if rows == 1 else best
+    for absent, expected in (((), best), ((CUTE, TINY), LIBRARY), ((CUTE, TINY, LIBRARY), OWN)):
         monkeypatch.setattr(
             gemv_engines, "missing", lambda e, gone=absent: "x" if e in gone else None
         )
@@ -92,6 +98,28 @@ def test_the_heuristic_takes_the_fastest_engine_there_is(monkeypatch, rows, outp
         assert chosen.is_valid(sizes)
         if rows == 1 and expected == CUTE:
             assert chosen == GemvKnobs(warps=4, rows=4, block=256, stages=1, engine=CUTE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "engine"),
+    [
+        ((8, 1792, 5120), CUTE),
+        ((8, 5120, 768), CUTE),
+        ((8, 5120, 5120), TINY),
+        ((8, 5120, 2560), LIBRARY),
+        ((8, 18992, 5120), TINY),
+        ((16, 18992, 5120), LIBRARY),
+        ((1, 18992, 5120), CUTE),
+    ],
+    ids=str,
+)
+def test_large_weights_go_to_the_library_that_was_fastest(all_engines, sizes, engine):
+    assert GemvKnobs.heuristic(shape(*sizes)).engine == engine
+
+
+def test_no_warp_unrolls_more_chunks_than_compile_soon(all_engines):
+    few = [k for k in valid(shape(8, 1792, 5120)) if k.engine == CUTE]
+    assert {k.warps for k in few} == {4, 8, 16}
 
 
 @pytest.mark.parametrize("width", [320, 16384, 32768])
