@@ -275,17 +275,25 @@ class Session:
         return [Opportunity.from_json(o) for o in found["opportunities"]]
 
     def floors_us(self) -> dict[str, float | None]:
-        """The shortest that a decode (where one was traced) and a prefill can take: a decode by
-        the bytes that the model must read as the run found it, whatever a candidate is traced to
-        read, a prefill by the reference's and the operations of its matrix products. Only where the
-        weights cannot stay in a cache, so not for a toy model."""
+        """The shortest that a decode and a prefill can take: a decode by the bytes that the model
+        must read as the run found it, whatever a candidate is traced to read, and where none was
+        traced by the reference's weights and cache; a prefill by the reference's weights and the
+        operations of its matrix products. Only where the weights cannot stay in a cache, so not
+        for a toy model."""
         traces = (e.data for e in self.ledger.events() if e.kind == "kernels")
         compulsory = next(traces, {}).get("compulsory_bytes")
         if self.workload.toy or compulsory is None:
             return dict.fromkeys(KINDS)
         traced = compulsory / self.ceilings.read_gb_per_s / 1e3
-        decode = traced if self.measure.kind == "decode" else None
+        decode = traced if self.measure.kind == "decode" else self.decode_floor_us
         return {"decode": decode, "prefill": self.prefill_floor_us}
+
+    @cached_property
+    def decode_floor_us(self) -> float:
+        measure = self.measure
+        nbytes, _ = least_work(self.reference, measure.inputs("decode").args)
+        nbytes += self.workload.cache_bytes(measure.targets["decode"])
+        return floor_us(nbytes, 0, self.ceilings)
 
     @cached_property
     def prefill_floor_us(self) -> float:

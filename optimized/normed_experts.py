@@ -65,6 +65,7 @@ def build(node: Any, knobs: PairKnobs | GroupedKnobs | None):
             y, order = grouped_experts(node, z, experts, grouped, rounded=True)
             places = order.places
         else:
+            experts = experts.contiguous()  # PyTorch's router leaves them in the rows of a sort
             few = knobs if isinstance(knobs, PairKnobs) else None
             chosen = few or PairKnobs.heuristic(shape(node, z, weights, experts))
             hidden = experts_up(z, experts, node.gate_up_proj, chosen.of("up"), rounded=True)

@@ -62,8 +62,6 @@ def guard(node: Any, x: Tensor, weights: Tensor, experts: Tensor) -> str | None:
         return f"weights have strides {weights.stride()} and {experts.shape[1]} slots"
     if experts.dtype != torch.int64:
         return f"experts are {experts.dtype}, the kernels take torch.int64"
-    if experts.numel() <= MAX_PAIRS and not experts.is_contiguous():
-        return f"experts have strides {experts.stride()}, the kernels take contiguous ones"
     count, width, inner = node.down_proj.shape
     if node.gate_up_proj.shape != (count, 2 * inner, width) or x.shape[1] != width:
         return f"weights {tuple(node.gate_up_proj.shape)}, {tuple(node.down_proj.shape)} do not fit"
@@ -97,6 +95,7 @@ def few(
 ) -> Tensor:
     sizes = shape(node, x, weights, experts)
     chosen = knobs or ExpertsKnobs.heuristic(sizes)
+    experts = experts.contiguous()  # PyTorch's router leaves them in the rows of a sort
     out = torch.empty((len(experts), sizes["D"]), dtype=x.dtype, device=x.device)
     if sizes["P"] == 0:
         return out

@@ -77,7 +77,8 @@ def why_no_floor(run: Run, kind: str) -> str | None:
     if kind not in run.floors:
         return "it is computed when a run ends" if not run.finished else "this run computed none"
     traced = run.kernels.get("before")
-    if traced is not None and traced.compulsory_bytes is not None:
+    counted = traced is not None and traced.compulsory_bytes is not None
+    if counted and not any(run.floors.values()):
         return "a toy's weights stay in a cache"
     return "its step was not traced"
 

@@ -8,6 +8,7 @@ from agents.budget import Budget
 from agents.progress import Progress
 from agents.session import Session
 from harness import workload as sizes
+from harness.floors import least_work
 from harness.ledger import Ledger
 from harness.records import Ceilings
 from harness.workload import Workload
@@ -44,3 +45,18 @@ def test_the_floor_is_the_first_traces(session: Session, monkeypatch: pytest.Mon
 def test_a_toys_weights_may_stay_in_a_cache(session: Session) -> None:
     session.ledger.append("kernels", {"when": "before", "compulsory_bytes": 6_000_000})
     assert session.floors_us() == {"decode": None, "prefill": None}
+
+
+def test_a_decode_that_is_not_traced_reads_its_weights_and_its_cache(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vars(session)["prefill_floor_us"] = 7.0
+    monkeypatch.setattr(sizes, "TOY_PARAMETERS", 0)
+    session.measure.target = "prefill-8x2048"
+    session.ledger.append("kernels", {"when": "before", "compulsory_bytes": 6_000_000})
+    target = session.measure.targets["decode"]
+    weights, _ = least_work(session.reference, session.measure.inputs("decode").args)
+    both = weights + session.workload.cache_bytes(target)
+    found = session.floors_us()["decode"]
+    assert found == pytest.approx(both / session.ceilings.read_gb_per_s / 1e3)
+    assert both > weights > 0

@@ -178,6 +178,13 @@ def test_one_rounding_less_would_be_noticed(point):
     assert not within(out, reference(z, weights, experts), others)
 
 
+def test_experts_in_the_rows_of_a_sort():
+    reference, z = node(8, 64, 32), bf16(3, 64)
+    ordered = torch.randn(3, 8, device=DEVICE).sort(dim=-1, stable=True).indices
+    assert not ordered[:, :2].is_contiguous()
+    assert_matches(reference, z, ordered[:, :2])
+
+
 def test_guard_says_why():
     reference, z, experts = node(4, 64, 32), bf16(2, 64), choices(2, 2, 4)
     weights = shares(experts)

@@ -120,6 +120,14 @@ def test_a_token_alone_gives_the_same_bits():
     assert same_bits(together[2:3], alone)
 
 
+def test_experts_in_the_rows_of_a_sort():
+    reference, x = node(8, 64, 32), bf16(3, 64)
+    ordered = torch.randn(3, 8, device=DEVICE).sort(dim=-1, stable=True).indices
+    experts = ordered[:, :2]
+    assert not experts.is_contiguous()
+    assert_matches(reference, x, experts)
+
+
 @pytest.mark.parametrize("held", [0, 1, 4])
 def test_weights_held_ahead_change_nothing(held):
     reference, x, experts = node(8, 96, 40), bf16(2, 96), choices(2, 4, 8)

@@ -105,6 +105,9 @@ def test_a_missing_floor_has_its_reason(report: Report, cpu_run: Path) -> None:
     assert why_no_floor(run, "prefill") == "its step was not traced"
     run.kernels["before"] = replace(run.kernels["before"], compulsory_bytes=1000)
     assert why_no_floor(run, "decode") == "a toy's weights stay in a cache"
+    run.floors["prefill"] = 1.0
+    assert why_no_floor(run, "decode") == "its step was not traced"
+    run.floors["prefill"] = None
     assert "o floor: a toy's weights stay in a cache" in report(run)
     assert why_no_floor(Run.load(EVIDENCE), "decode") is None
     assert why_no_floor(Run.load(EVIDENCE), "prefill") == "this run computed none"
