@@ -207,6 +207,7 @@ class Loop:
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises is a finding
                 first = next(iter(str(error).strip().splitlines()), "")
+                first = first.partition("  See documentation")[0]  # PyTorch's, with an address
                 outcome.failure = f"{type(error).__name__}: {first}{raised_at(error)}"
                 lost = card_is_lost(error)
         spoilt = None if lost else weights.changed(self.session.reference)
