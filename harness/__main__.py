@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
         help="what is timed beside the prefill, default decode-bs1; with --plan, or several: these "
         "alone",
     )
-    bench.add_argument("--minutes", type=positive, default=10.0, help="for all baselines")
+    bench.add_argument("--minutes", type=positive, help="for all baselines, default 10")
     add_bench(bench)
     add("ceilings", "what this device can do at most, measured", model=False)
     add("rounding-points", "every tensor that the model rounds, with operator and source line")
@@ -122,7 +122,6 @@ def add_bench(command: argparse.ArgumentParser) -> None:
         "--workers",
         type=count,
         nargs="+",
-        default=[1, 2],
         metavar="N",
         help="how many, one number after the other, for --evaluations; default 1 2",
     )
@@ -143,9 +142,14 @@ def add_bench(command: argparse.ArgumentParser) -> None:
         "--beyond-domain", action="store_true", help="the plan's changes also where not tested"
     )
     command.add_argument("--out", type=Path, metavar="DIR", help="write the figures there, as JSON")
-    command.add_argument("--seconds", type=positive, default=0.4, help="for each comparison")
     command.add_argument(
-        "--budget-minutes", type=positive, default=10.0, help="for --peers and --curve"
+        "--seconds",
+        type=positive,
+        help="for each comparison of --peers, each timing of --plan or of several targets; default "
+        "0.4",
+    )
+    command.add_argument(
+        "--budget-minutes", type=positive, help="for --peers and --curve, default 10"
     )
 
 

@@ -24,6 +24,7 @@ DECODE = "decode-bs1"
 
 # What may be benched in the baselines' place, and of which of it each flag says something.
 MODES = "peers", "evaluations", "curve", "plan"
+SEVERAL = "several targets"
 FLAGS = {
     "rows": ("peers",),
     "against": ("peers",),
@@ -31,18 +32,21 @@ FLAGS = {
     "plan": ("peers", "curve", "plan"),
     "beyond_domain": ("curve", "plan"),
     "candidates": ("evaluations",),
-    "target": ("", "plan"),
+    "workers": ("evaluations",),
+    "target": ("", "plan", SEVERAL),
+    "seconds": ("peers", "plan", SEVERAL),
+    "budget_minutes": ("peers", "curve"),
+    "minutes": ("",),
 }
+DEFAULTS = {"workers": [1, 2], "seconds": 0.4, "budget_minutes": 10.0, "minutes": 10.0}
 
 
 def bench(a: argparse.Namespace) -> int:
     require_folder(a.out)
     mode = next((name for name in MODES if getattr(a, name)), "")
-    for flag, wanted in FLAGS.items():
-        if getattr(a, flag) and mode not in wanted:
-            needed = " or ".join(f"--{name}" for name in wanted if name and name != flag)
-            said = flag.replace("_", "-")
-            raise UserError(f"--{said} is for {needed}; give that, or leave it out")
+    if not mode and len(a.target or ()) > 1:
+        mode = SEVERAL
+    require_meaning(a, mode)
     if a.peers:
         from harness.command_peers import peers
 
@@ -98,6 +102,21 @@ def bench(a: argparse.Namespace) -> int:
         if b.absent or b.note:
             print(f"{b.name}: {b.absent or b.note}")
     return ExitCode.DONE
+
+
+def require_meaning(a: argparse.Namespace, mode: str) -> None:
+    """UserError for a flag that says nothing to what is benched; fills in what was not given."""
+    for flag, wanted in FLAGS.items():
+        if getattr(a, flag) and mode not in wanted:
+            own = SEVERAL if flag == "target" else flag
+            modes = [name for name in wanted if name not in ("", own)]
+            needed = " or ".join(name if name == SEVERAL else f"--{name}" for name in modes)
+            needed = needed or "the baselines of one target"
+            said = flag.replace("_", "-")
+            raise UserError(f"--{said} is for {needed}; give that, or leave it out")
+    for flag, value in DEFAULTS.items():
+        if getattr(a, flag) is None:
+            setattr(a, flag, value)
 
 
 def ceilings(a: argparse.Namespace) -> int:

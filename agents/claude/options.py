@@ -65,8 +65,11 @@ def check(a: argparse.Namespace) -> None:
     """UserError for what cannot work."""
     proposer = a.proposer or ""
     replayed = proposer.startswith(REPLAY)
-    if a.candidates is not None and a.resume is None and not (asks(a) or replayed):
-        raise UserError(f"--candidates is of a model's rounds; {TO_ASK}, or leave it out")
+    for name in FLAGS:
+        read = asks(a) or replayed and name == "candidates"  # of a record, refused below
+        if getattr(a, name) is not None and a.resume is None and not read:
+            said = name.replace("_", "-")
+            raise UserError(f"--{said} is of a model's rounds; {TO_ASK}, or leave it out")
     if replayed:
         if a.candidates is not None:
             raise UserError("a record says how many candidates a round has; leave --candidates out")

@@ -72,13 +72,13 @@ class Context:
         return replace(opportunity, predicted_us=share * opportunity.bound_us)
 
     def left(self, opportunity: Opportunity) -> Opportunity:
-        """The opportunity without what was gained inside its region."""
+        """The opportunity without what was gained inside its region: as much of the prediction is
+        left as of the distance to the floor. What was gained may be more than launches and bytes
+        had promised for all of it, as by a prefill's attention in a layer."""
         gained = sum(self.gained_us.get(region, 0.0) for region in opportunity.contains)
-        return replace(
-            opportunity,
-            predicted_us=max(0.0, opportunity.predicted_us - gained),
-            bound_us=max(0.0, opportunity.bound_us - gained),
-        )
+        bound = max(0.0, opportunity.bound_us - gained)
+        share = bound / opportunity.bound_us if opportunity.bound_us else 0.0
+        return replace(opportunity, predicted_us=share * opportunity.predicted_us, bound_us=bound)
 
 
 def realised(attempts: Iterable[Attempt], kind: str) -> dict[bool, float]:

@@ -66,6 +66,17 @@ BAD = {
         {},
         "--candidates is of a model's rounds; give --proposer claude, or auto with --budget-usd",
     ),
+    "unasked-effort": (
+        ("--proposer", "auto", "--effort", "low"),
+        {},
+        "--effort is of a model's rounds; give --propos",
+    ),
+    "unasked-model": (
+        ("--proposer", "auto", "--llm-model", "x"),
+        {},
+        "--llm-model is of a model's rounds; give --pr",
+    ),
+    "unread-budget": (("--proposer", "catalog", "--budget-usd", "1"), {}, "--budget-usd is of a"),
     "floor": (("--floor-share", "90"), {}, "'90' is not a share above 0, at most 1"),
     "replayed": (
         ("--proposer", f"replay:{__file__}", "--candidates", "2"),

@@ -173,7 +173,10 @@ def test_a_change_around_others_waits_for_them_and_is_predicted_to_gain_what_the
     later = replace(context(found, tried, device="cuda"), gained_us={inside.region: 30.0, "x": 9.0})
     proposals = [s.proposal for s in Catalog().propose(later)]
     assert [p.change for p in proposals] == [around.name]
-    assert (proposals[0].predicted_us, proposals[0].bound_us) == (70.0, 170.0)
+    assert (proposals[0].predicted_us, proposals[0].bound_us) == (85.0, 170.0)
+    far = replace(later, gained_us={inside.region: 150.0})  # more than was predicted for all of it
+    proposals = [s.proposal for s in Catalog().propose(far)]
+    assert (proposals[0].predicted_us, proposals[0].bound_us) == (25.0, 50.0)
 
 
 def test_a_change_around_others_takes_nodes_whose_parts_were_replaced():

@@ -145,6 +145,10 @@ BAD = [
     (["bench", "--peers", "--target", "decode-bs1"], "--target is for --plan; give that, or leav"),
     (["bench", "--plan", "gone.toml"], "no plan at gone.toml; name a plan.toml, or a run's folder"),
     (["bench", "--rows", "1"], "--rows is for --peers; give that, or leave it out"),
+    (["bench", "--workers", "2"], "--workers is for --evaluations; give that, or leave it out"),
+    (["bench", "--seconds", "2"], "--seconds is for --peers or --plan or several targets; give"),
+    (["bench", "--budget-minutes", "2"], "--budget-minutes is for --peers or --curve; give that"),
+    (["bench", "--peers", "--minutes", "2"], "--minutes is for the baselines of one target; give"),
     (
         ["bench", "--peers", "--beyond-domain"],
         "--beyond-domain is for --curve or --plan; give that",
