@@ -238,7 +238,9 @@ def test_predictions_learn_what_share_of_the_most_was_realised_on_a_gpu():
     assert proposals[around.name].predicted_us == 0.0
     on_cpu = replace(on_gpu, device_type="cpu")
     assert on_cpu.expected(regions[0]) == regions[0]
-    assert context(regions, device="cuda").expected(regions[0]) == regions[0]
+    first = context(regions, device="cuda")
+    assert first.expected(regions[0]).predicted_us == pytest.approx(0.9 * 20.0)
+    assert first.expected(regions[1], around=True) == regions[1]
 
 
 def attempt(name: str, gain_us: float | None, control: str | None = None) -> Attempt:
