@@ -12,7 +12,6 @@ from optimized.catalog import changes
 from optimized.change import Change, Contract, nodes, reached
 from traces.opportunities import Opportunity
 
-
 # Of what a kernel could gain at most before any was timed in a run: the median of 16 changes of two
 # models' decodes on H200s, which gained 0.72 to 1.03 of it (2026-11-30).
 FIRST_SHARE = 0.9
