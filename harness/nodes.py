@@ -1,10 +1,37 @@
 """Which nodes of a region are judged."""
 
+import contextlib
 import random
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
+from harness.cases import REFUSALS
+from harness.steps import steps
+from harness.workload import Workload
+
 DRAWN = 2  # nodes besides the first, the last and one of each kind
+
+
+# Names of the modules of a model that its steps call.
+_CALLED: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+
+
+def called_nodes(model: nn.Module, names: list[str], workload: Workload) -> list[str]:
+    """Those that any of the judge's small steps calls: a packed projection, say, reads the weights
+    of modules that are never called. All of them where none is."""
+    if model not in _CALLED:
+        seen: set[str] = set()
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for name, module in model.named_modules():
+                hook = module.register_forward_pre_hook(lambda *_, name=name: seen.add(name))
+                stack.callback(hook.remove)
+            for _, inputs in steps(workload, seed=0, sizes=False):
+                with contextlib.suppress(*REFUSALS):  # said where its calls are recorded
+                    model(*inputs.args)
+        _CALLED[model] = frozenset(seen)
+    return [name for name in names if name in _CALLED[model]] or names
 
 
 def pick_nodes(model: nn.Module, names: list[str], seed: int, drawn: int = DRAWN) -> list[str]:

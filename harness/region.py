@@ -28,7 +28,7 @@ from harness.cases import (
 )
 from harness.examine import Examination, Prepared
 from harness.explain import Sample
-from harness.nodes import one_of_each, pick_nodes
+from harness.nodes import called_nodes, one_of_each, pick_nodes
 from harness.noise import kinds
 from harness.observe import Observed, checksums
 from harness.operators import is_real
@@ -106,7 +106,10 @@ class RegionCases:
         exam = Examination(contract, storages(reference), seed)
         policy = policy or workload.policy
         refusal = policy.refusal(contract)
-        names = pick_nodes(reference, nodes(reference, region), seed)
+        names = nodes(reference, region)
+        if refusal is None:
+            names = called_nodes(reference, names, workload)
+        names = pick_nodes(reference, names, seed)
         recorded: list[Case] = []
         limit_bytes = case_limit(workload)
         if refusal is None:

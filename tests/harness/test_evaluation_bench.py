@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from harness import __main__, command_evaluations
+from harness.command_bench import require_meaning
 from harness.command_evaluations import Throughput, candidates, possible, sentences, summed, timed
 from harness.errors import UserError
 from harness.evaluation import Evaluated
@@ -33,6 +34,7 @@ def test_candidates_are_the_catalogued_changes_that_run_here() -> None:
 
 def test_the_command_takes_numbers_of_workers() -> None:
     a = __main__.parser().parse_args(["bench", "--evaluations"])
+    require_meaning(a, "evaluations")
     assert (a.workers, a.candidates) == ([1, 2], None)
     a = __main__.parser().parse_args(["bench", "--evaluations", "--workers", "1", "4"])
     assert a.workers == [1, 4]
