@@ -120,11 +120,14 @@ def require_meaning(a: argparse.Namespace, mode: str) -> None:
 
 
 def ceilings(a: argparse.Namespace) -> int:
-    measured = measure_ceilings(pick_device(a.device))
+    device = pick_device(a.device)
+    measured = measure_ceilings(device)
     if a.json:
         print(json.dumps(measured.to_json(), indent=2))
     else:
-        title = f"ceilings of {measured.device_name}, measured"
+        here = environment(device)
+        used = f", threads: {here.cpu_threads} (a toy's runs use 1)" if here.device == "cpu" else ""
+        title = f"ceilings of {measured.device_name}{used}, measured"
         cli.print_table(title, ("what", "at most"), rows(measured))
     return ExitCode.DONE
 

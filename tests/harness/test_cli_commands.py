@@ -7,11 +7,23 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from harness import command_bench
 from harness.__main__ import main
 from harness.errors import UserError
+from harness.records import Ceilings
 
 TOY = str(Path(__file__).with_name("toy_model.py"))
+
+CEILINGS = Ceilings(
+    device_name="a CPU",
+    read_gb_per_s=1.0,
+    copy_gb_per_s=1.0,
+    bf16_tflop_per_s=1.0,
+    fp32_tflop_per_s=1.0,
+    launch_us=1.0,
+)
 
 CHANGE_FILE = """
 import torch
@@ -116,6 +128,13 @@ def test_a_step_against_itself(capsys):
     assert len(found["comparisons"]) == 3
     assert all(pair["mde_us"] >= found["smallest_effect_us"] for pair in found["comparisons"])
     assert code == (1 if found["alarms"] else 0)
+
+
+def test_ceilings_say_how_many_threads_had_a_cpus(capsys, monkeypatch):
+    monkeypatch.setattr(command_bench, "measure_ceilings", lambda device: CEILINGS)
+    assert main(["ceilings", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert f"threads: {torch.get_num_threads()} (a toy's runs use 1), measured" in said
 
 
 def test_ceilings_as_json(capsys):
