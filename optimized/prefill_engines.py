@@ -4,9 +4,10 @@
 `flashinfer` is FlashAttention-3 in FlashInfer's batch prefill; to it a sequence of the cache is one
 page. Both read keys and values where they are, once for each query head. They are held to our own
 kernel's contract: exponentials to BF16 before their product with v, and one rounding of the output.
-Neither has been judged on a GPU yet, so ours is the heuristic's choice. At the end of 98K positions
-2048 queries of 8 sequences on a TP8 rank of Beam took an H200 8.3 ms with cuDNN, 9.9 with
-FlashInfer, 10.2 with ours (2026-11-30); a run's tuning times them again.
+At the end of 98K positions 2048 queries of 8 sequences on a TP8 rank of Beam took an H200 8.3 ms
+with cuDNN, 9.9 with FlashInfer, 10.2 with ours (2026-11-30). A run's tuning times them again: one
+on an H200 chose cuDNN's, which was judged and kept (2026-12-01). Without a plan ours runs, for it
+is there everywhere.
 
 Without a mask every query sees its own position at least, so no result is left to a library's way
 with a row that sees nothing.
