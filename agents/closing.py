@@ -63,7 +63,7 @@ def judge_result(session: Session) -> None:
     session.ledger.append("model_verdict", verdict)
     said = "passed" if verdict.passed else f"failed: {verdict.reason}"
     style = "green" if verdict.passed else "red"
-    session.progress.done(f"the model as it stands: {said}", style)
+    session.progress.done(f"the model as it stands, {verdict.layers}: {said}", style)
 
 
 def memchecked(session: Session, verdict: Verdict) -> Verdict:

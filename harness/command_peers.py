@@ -71,11 +71,9 @@ def peers(a: argparse.Namespace) -> int:
             rows.append(row)
         for verdict in verdicts(bench, progress):
             judged.append(verdict)
-    except BaseException:
+    finally:
         if rows:  # what was timed is kept whatever comes
             write(a.out, NAME, output())
-        raise
-    write(a.out, NAME, output())
     if a.json:
         print(json.dumps(output(), indent=2))
     else:

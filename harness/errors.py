@@ -25,7 +25,7 @@ class SelfTestError(Exception):
 
 
 def raised_at(error: BaseException) -> str:
-    """ " (FILE:LINE)" of the innermost frame in this repository, or nothing."""
+    """The innermost frame in this repository, as " (FILE:LINE)"; nothing where there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(ROOT) and "site-packages" not in path.parts:

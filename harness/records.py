@@ -4,6 +4,7 @@ Records are frozen and keyword-only. A field exists only where it means somethin
 measured is None, never a made-up number. Times are microseconds and say so in their names.
 """
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -12,6 +13,7 @@ from harness.record import Record
 from optimized.domain import Domain
 
 SCHEMA = 1
+PART = re.compile(r"judged (\d+ of \d+) layers: ")  # a note of a verdict that is not on all
 
 
 class Status(StrEnum):
@@ -163,6 +165,12 @@ class Verdict(Record):
     def __post_init__(self) -> None:
         if self.passed != (self.reason is None):
             raise ValueError("a verdict has a reason exactly when it did not pass")
+
+    @property
+    def layers(self) -> str:
+        """Of a model's verdict: which of its layers were judged, in words."""
+        found = next(filter(None, map(PART.match, self.notes)), None)
+        return "every layer" if found is None else f"{found[1]} layers"
 
 
 @dataclass(frozen=True, kw_only=True)

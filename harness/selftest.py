@@ -8,7 +8,7 @@ from harness import bounds
 from harness.cases import Case, record, storages
 from harness.compare import Tally, differs
 from harness.errors import SelfTestError
-from harness.nodes import pick_nodes
+from harness.nodes import called_nodes, pick_nodes
 from harness.observe import observe
 from harness.operators import is_real
 from harness.replay import NATIVE, ROUNDED, Noise, Plan, replay
@@ -32,7 +32,8 @@ def self_test(reference: nn.Module, workload: Workload, seed: int) -> None:
     """
     fixed = storages(reference)
     groups = regions(reference)
-    names = [n for group in groups.values() for n in pick_nodes(reference, group, seed, drawn=0)]
+    called = [called_nodes(reference, group, workload) for group in groups.values()]
+    names = [n for group in called for n in pick_nodes(reference, group, seed, drawn=0)]
     inputs = itertools.islice(steps(workload, seed, sizes=False), STEPS)
     cases, _ = record(reference, names, inputs, LIMIT_BYTES)
     tallies: dict[str, Tally] = {}

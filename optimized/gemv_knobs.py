@@ -12,7 +12,8 @@ from optimized.gemv_engines import CUTE, LIBRARY, OWN, REGISTERS, TINY
 MAX_UNROLL = 32
 MAX_HELD = 160
 HELD_BY_ALL = 10_000_000  # weights, in the registers of 132 SMs with room to work
-# Weights from which for a few rows FlashInfer's kernel and cuBLAS beat CuTe DSL's (`heuristic`).
+# Weights from which for a few rows FlashInfer's kernel and cuBLAS beat CuTe DSL's (`heuristic`); as
+# it was for 8, others were not timed.
 LARGE, MEDIUM, TALL = 20_000_000, 10_000_000, 4096
 ROW_CHOICES = {
     "warps": (1, 2, 4, 8),

@@ -109,7 +109,7 @@ def outcome(run: Run) -> str | None:
     if closing is None:
         judged = "the result as a whole is not judged yet"
     elif closing.passed:
-        judged = "every layer of the result together passed the numerical check"
+        judged = f"{closing.layers} of the result together passed the numerical check"
     else:
         judged = "the result as a whole failed the numerical check"
     return f"{said}: {each}; {judged}."

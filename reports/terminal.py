@@ -70,7 +70,7 @@ def headline(run: Run) -> list[str]:
     refused = sum(c.status is Status.REJECTED for c in run.controls)
     if (closing := run.closing_verdict) is not None:
         said = "passed" if closing.passed else f"failed: {closing.reason}"
-        lines.append(f"every layer of the result judged: {said}")
+        lines.append(f"{closing.layers} of the result judged: {said}")
     if (spent := facts["spent"]) is not None:
         lines.append(f"the language model used up {spent.words}")
     lines.append(f"controls: {refused} of {len(run.controls)} refused")

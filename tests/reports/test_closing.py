@@ -101,6 +101,10 @@ def test_closing_pairs_give_the_speed_up_over_the_model_as_it_was(cuda_run):
 def test_the_closing_verdict_is_in_the_summary_and_on_the_terminal(cpu_run):
     run = add(cpu_run, True)
     assert "every layer of the result judged: passed" in headline(run)
+    assert run.closing_verdict is not None
+    some = replace(run.closing_verdict, notes=("judged 6 of 52 layers: layers.0, layers.2",))
+    said = headline(replace(run, closing_verdict=some))
+    assert "6 of 52 layers of the result judged: passed" in said
     if run.final is not None:
         final = summary(run)["final"]
         assert final["verdict"]["cases"] == 30
